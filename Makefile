@@ -1,0 +1,45 @@
+# Needs Python 3.11 or newer and pip's package index; everything else is installed into .venv.
+#
+#   make demo      install, then generate from the built-in demo model
+#   make test      style and the quick tests: a quarter of an hour at most on two cores
+#   make test-all  every test: an hour at most
+#   make lint      style only
+#   make clean     remove what was installed and built
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# A file's tests share compiled functions, so a file stays on one worker.
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+JOBS ?= 2
+
+.PHONY: demo test test-all lint clean
+
+demo: $(VENV)/installed
+	JAX_PLATFORMS=cpu $(BIN)/python -m k3jax.generate </dev/null
+
+test: lint
+	$(PYTEST) -m "not slow"
+
+test-all: lint
+	$(PYTEST)
+
+lint: $(VENV)/installed-dev
+	$(BIN)/python -m ruff check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp per set of packages, renewed when pyproject.toml changes.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	$(PIP) install -e .
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml | $(BIN)/python
+	$(PIP) install -e ".[dev]"
+	touch $@ $(VENV)/installed

@@ -1,0 +1,1 @@
+"""Command lines: what they read, check and print around the library."""

@@ -1,0 +1,88 @@
+"""Loading a model by name: a checkpoint directory, the demo, or random weights."""
+
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from k3jax.checkpoint import Repository, detect_expert_format, load_params, random_params
+from k3jax.config import K3Config
+from k3jax.errors import UserError
+from k3jax.model import K3ForCausalLM
+from k3jax.presets import preset
+from k3jax.tokenizer import ByteTokenizer, TiktokenTokenizer
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """A model with its parameters and tokenizer.
+
+    Attributes:
+      config: the architecture.
+      model: the Flax module.
+      params: its parameters, as `model.apply({"params": params}, ...)` takes them.
+      tokenizer: None when the checkpoint has no tokenizer files.
+      dtype: of activations.
+      load_seconds: time that loading took.
+    """
+
+    config: K3Config
+    model: K3ForCausalLM
+    params: dict[str, Any]
+    tokenizer: TiktokenTokenizer | ByteTokenizer | None
+    dtype: Any
+    load_seconds: float
+
+
+def load(checkpoint: str | pathlib.Path = "demo", *, dtype: str = "bfloat16", mesh: Mesh | None = None, seed: int = 0,
+         progress: bool = False) -> LanguageModel:
+    """Loads a model.
+
+    Args:
+      checkpoint: a Hugging Face directory of Kimi K3 or Kimi-Linear; `demo`, a small model with random weights; or
+        `random:PRESET[:layers]`, random weights in the true layout.
+      dtype: "float32" or "bfloat16", of activations and of the weights that are bfloat16 in the checkpoint. Weights in
+        float32 and MXFP4 stay what they are.
+      mesh: devices to spread the parameters over (see `sharding`); None = the default device.
+      seed: of random weights.
+      progress: show progress on stderr.
+
+    Raises:
+      UserError: the checkpoint is missing, damaged or of another architecture, or does not fit into memory.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    start = time.perf_counter()
+    name, real_dtype = str(checkpoint), DTYPES[dtype]
+    if name == "demo" or name.startswith("random:"):
+        config = _random_config(name)
+        params = random_params(config, real_dtype, seed, mesh=mesh, progress=progress)
+        tokenizer = ByteTokenizer() if name == "demo" else None
+    else:
+        directory = pathlib.Path(checkpoint)
+        repository = Repository.open(directory)
+        config = K3Config.from_file(directory / "config.json")
+        config = dataclasses.replace(config, expert_format=detect_expert_format(repository))
+        tokenizer = TiktokenTokenizer.from_directory(directory) if (directory / "tiktoken.model").exists() else None
+        params = load_params(config, repository, real_dtype, mesh=mesh, progress=progress)
+    return LanguageModel(
+        config, K3ForCausalLM(config, real_dtype), params, tokenizer, real_dtype, time.perf_counter() - start
+    )
+
+
+def _random_config(name: str) -> K3Config:
+    """The architecture of `demo` or `random:PRESET[:layers]`."""
+    if name == "demo":
+        return preset("demo")
+    _, preset_name, *rest = name.split(":")
+    config = preset(preset_name)
+    if not rest:
+        return config
+    if len(rest) > 1 or not rest[0].isdecimal():
+        raise UserError(f"checkpoint is {name!r}, expected random:PRESET[:LAYERS], e.g. random:kimi-k3:4")
+    return config.first_layers(int(rest[0]))

@@ -1,0 +1,62 @@
+"""Reading and writing parts of large stacks, whole pools or weights of all layers, without copying them.
+
+XLA's CPU backend has no bfloat16 gather, scatter or slice of its own: it converts the *operand* to float32, and moves
+that conversion out of the enclosing loop, which copies the whole stack. The forms here keep it small.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def read(stack: jax.Array, *index: jax.Array) -> jax.Array:
+    """`stack[index]`, out-of-range indices clipped.
+
+    Args:
+      stack: [...].
+      *index: int32 arrays for the leading axes, of shapes that broadcast.
+    """
+    # The barrier ties the stack to the index, which changes with every turn of a loop over layers: what XLA does with
+    # the stack can then not move out of the loop.
+    index = [jnp.asarray(i, jnp.int32) for i in index]
+    stack, index = jax.lax.optimization_barrier((stack, index))
+    if all(jnp.ndim(i) == 0 for i in index):
+        rest = stack.ndim - len(index)
+        part = jax.lax.dynamic_slice(stack, (*index, *[0] * rest), (*[1] * len(index), *stack.shape[len(index):]))
+        return part.reshape(stack.shape[len(index):])
+    return stack.at[tuple(index)].get(mode="clip")
+
+
+def write(pool: jax.Array, layer: jax.Array, index: tuple[jax.Array, ...], rows: jax.Array,
+          used: jax.Array) -> jax.Array:
+    """`pool[layer, index[n]] = rows[n]` where `used[n]`, in place when the pool is donated; nothing else is touched.
+
+    Args:
+      pool: [L, ...].
+      layer: int32 scalar.
+      index: [N] int32 arrays for the axes after the first. Used rows differ in their index.
+      rows: [N, ...] of any dtype.
+      used: [N] bool.
+    """
+    rows = rows.astype(pool.dtype)
+
+    def scatter(pool, rows, index, used):
+        # Unused rows get indices beyond the pool, all different, and are dropped.
+        outside = pool.shape[1] + jnp.arange(used.shape[0], dtype=jnp.int32)
+        index = (jnp.where(used, index[0], outside), *index[1:])
+        return pool.at[(layer, *index)].set(rows, mode="drop", unique_indices=True)
+
+    def one_by_one(pool, rows, index, used):
+        rows = jax.lax.optimization_barrier(rows)
+
+        def write_row(n, pool):
+            start = (layer, *(i[n] for i in index), *[0] * (rows.ndim - 1))
+            row = jax.lax.expand_dims(rows[n], range(1 + len(index)))
+            return jax.lax.cond(
+                used[n], lambda pool: jax.lax.dynamic_update_slice(pool, row, start), lambda pool: pool, pool
+            )
+
+        return jax.lax.fori_loop(0, rows.shape[0], write_row, pool)
+
+    if pool.dtype == jnp.float32:
+        return scatter(pool, rows, index, used)
+    return jax.lax.platform_dependent(pool, rows, index, used, cpu=one_by_one, default=scatter)
