@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 
 from k3jax.config import K3Config
 from k3jax.layers import project
@@ -42,8 +43,8 @@ def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, act: Silu | Sit
     Returns:
       [T, D] in x's dtype.
     """
-    both = project("td,cid->cti", x, gate_up)
-    return project("ti,di->td", act(both[0], both[1]).astype(x.dtype), down)
+    gate, up = project("td,cid->cti", x, gate_up, jnp.float32)
+    return project("ti,di->td", act(gate, up).astype(x.dtype), down)
 
 
 class DenseMlp(DeclaredModule):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from k3jax.config import K3Config
 from k3jax.kda import KimiDeltaAttention
+from k3jax.layers import project
 from k3jax.mla import MultiHeadLatentAttention
 from k3jax.mlp import DenseMlp
 from k3jax.modules import DeclaredModule
@@ -63,10 +64,7 @@ class Embeddings(DeclaredModule):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[T, D] -> [T, vocabulary] float32."""
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        return jnp.einsum(
-            "td,vd->tv", x, self.params["lm_head"], precision=precision, preferred_element_type=jnp.float32
-        )
+        return project("td,vd->tv", x, self.params["lm_head"], jnp.float32)
 
 
 class K3ForCausalLM(nn.Module):

@@ -50,7 +50,7 @@ def attn_res(
       norm_weight: [D] float32 or bfloat16.
       proj_weight: [D] float32 or bfloat16.
       eps: of the norm inside the scores and of the output norm.
-      output_norm_weight: [D], RMSNorm applied to the rounded mix; None leaves the mix.
+      output_norm_weight: [D], RMSNorm applied to the mix before it is rounded; None leaves the mix.
       backend: implementation to use; None chooses by platform.
 
     Raises:

@@ -14,8 +14,8 @@ def attn_res(blocks, num_blocks, prefix, delta, norm_weight, proj_weight, *, eps
     weight = norm_weight.astype(jnp.float32) * proj_weight.astype(jnp.float32)
     scores = jnp.sum(rms_normed(sources, eps) * weight, axis=-1)
     probabilities = jax.nn.softmax(jnp.where(present, scores, -jnp.inf), axis=0)
-    mix = rounded(jnp.sum(probabilities[..., None] * sources, axis=0), prefix.dtype)
-    return output_normed(mix, eps, output_norm_weight), prefix
+    mix = jnp.sum(probabilities[..., None] * sources, axis=0)
+    return finish(mix, eps, output_norm_weight, prefix.dtype), prefix
 
 
 def rms_normed(x: jax.Array, eps: float) -> jax.Array:
@@ -24,11 +24,15 @@ def rms_normed(x: jax.Array, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
 
 
-def output_normed(mix: jax.Array, eps: float, weight: jax.Array | None) -> jax.Array:
-    """RMSNorm with the roundings of the published model: after normalising, and after the weight."""
+def finish(mix: jax.Array, eps: float, weight: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """The float32 mix in the activation dtype or, with a weight, its RMSNorm.
+
+    The norm reads the mix unrounded, as fused kernels do, and rounds like the published model: after normalising, and
+    after the weight.
+    """
     if weight is None:
-        return mix
-    return rounded(rms_normed(mix, eps), mix.dtype) * weight.astype(mix.dtype)
+        return rounded(mix, dtype)
+    return rounded(rms_normed(mix, eps), dtype) * weight.astype(dtype)
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attn_res.reference import output_normed, rounded
+from pallas_kernels.attn_res.reference import finish, rounded
 
 # Elements of a source from which on skipping the unfilled blocks saves more than the branch costs.
 BRANCH_ELEMENTS = 1 << 20
@@ -26,7 +26,7 @@ def attn_res(blocks, num_blocks, prefix, delta, norm_weight, proj_weight, *, eps
         mix = jax.lax.switch(num_blocks, branches, blocks, prefix, weight)
     else:
         mix = _mix(blocks, jnp.arange(blocks.shape[0]) < num_blocks, prefix, weight, eps)
-    return output_normed(rounded(mix, prefix.dtype), eps, output_norm_weight), prefix
+    return finish(mix, eps, output_norm_weight, prefix.dtype), prefix
 
 
 def _mix_first(blocks, prefix, weight, *, number: int, eps: float):

@@ -29,8 +29,8 @@ def moe_mlp(
 ) -> jax.Array:
     """Weighted sum over each token's experts (Kimi K3 technical report, eq. 11).
 
-    `out[t] = sum_j weights[t, j] * down_e @ activation(gate_e @ x[t], up_e @ x[t])` with `e = ids[t, j]`. Gate, up, the
-    activation and each expert's output are rounded to x's dtype, products and the sum are float32. The banks hold the
+    `out[t] = sum_j weights[t, j] * down_e @ activation(gate_e @ x[t], up_e @ x[t])` with `e = ids[t, j]`. Only the
+    activation is rounded to x's dtype, as the input of the second product; all else is float32. The banks hold the
     experts `first_expert ..`; other ids add nothing, so the result is this device's part of the sum and can be added
     over devices before it is rounded. Use -1 for tokens that visit no expert.
 

@@ -13,7 +13,7 @@ def moe_mlp(x, expert_ids, expert_weights, gate_up, down, layer, *, activation, 
         index, gate_up_weight, down_weight = expert
         gate = _linear(x, jax.tree.map(lambda leaf: leaf[0], gate_up_weight))
         up = _linear(x, jax.tree.map(lambda leaf: leaf[1], gate_up_weight))
-        out = _linear(activation(gate, up).astype(x.dtype), down_weight).astype(jnp.float32)
+        out = _linear(activation(gate, up).astype(x.dtype), down_weight)
         chosen = expert_ids == index + first_expert
         weight = jnp.where(chosen, expert_weights, 0.0).sum(axis=1, keepdims=True)
         return total + jnp.where(chosen.any(axis=1, keepdims=True), weight * out, 0.0), None
@@ -24,9 +24,7 @@ def moe_mlp(x, expert_ids, expert_weights, gate_up, down, layer, *, activation, 
 
 
 def _linear(x: jax.Array, weight: jax.Array | MxFp4) -> jax.Array:
-    """x @ weight.T summed in float32 and rounded to x's dtype."""
+    """x @ weight.T in float32."""
     if isinstance(weight, MxFp4):
         weight = decode(*weight, x.dtype)
-    return jnp.matmul(
-        x, weight.T, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    ).astype(x.dtype)
+    return jnp.matmul(x, weight.T, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -32,18 +32,18 @@ def moe_mlp(x, expert_ids, expert_weights, gate_up, down, layer, *, activation, 
         out = _linear(activation(gate, up).astype(x.dtype), down, layer, expert)
         return jax.lax.dynamic_update_slice(outputs, out, (row0, 0))
 
-    outputs = jnp.zeros((expert_ids.size + tile, x.shape[1]), x.dtype)
+    outputs = jnp.zeros((expert_ids.size + tile, x.shape[1]), jnp.float32)
     outputs = jax.lax.fori_loop(0, plan.num_tiles, run_tile, outputs)
 
     total = jnp.zeros(x.shape, jnp.float32)
     for j in range(expert_ids.shape[1]):
-        out = expert_weights[:, j, None] * outputs[plan.position[:, j]].astype(jnp.float32)
+        out = expert_weights[:, j, None] * outputs[plan.position[:, j]]
         total += jnp.where(plan.local[:, j, None], out, 0.0)
     return total
 
 
 def _linear(x: jax.Array, bank: jax.Array | MxFp4, layer: jax.Array, expert: jax.Array) -> jax.Array:
-    """[m, K] rows times the [N, K] matrix of one expert -> [m, N], summed in float32 and rounded to x's dtype."""
+    """[m, K] rows times the [N, K] matrix of one expert -> [m, N] float32."""
     num_rows = jax.tree.leaves(bank)[0].shape[2]
     block = _block_rows(num_rows, x.shape[1])
     multiply = _mxfp4_product if isinstance(bank, MxFp4) else _dense_product
@@ -51,17 +51,16 @@ def _linear(x: jax.Array, bank: jax.Array | MxFp4, layer: jax.Array, expert: jax
     def run_block(b, out):
         row0 = jnp.minimum(b * block, num_rows - block)
         weight = jax.tree.map(lambda stack: _matrix_rows(stack, layer, expert, row0, block), bank)
-        return jax.lax.dynamic_update_slice(out, multiply(x, weight).astype(x.dtype), (0, row0))
+        return jax.lax.dynamic_update_slice(out, multiply(x, weight), (0, row0))
 
-    out = jnp.zeros((x.shape[0], num_rows), x.dtype)
+    out = jnp.zeros((x.shape[0], num_rows), jnp.float32)
     return jax.lax.fori_loop(0, -(-num_rows // block), run_block, out)
 
 
 def _matrix_rows(stack: jax.Array, layer: jax.Array, expert: jax.Array, row0: jax.Array, rows: int) -> jax.Array:
     """[L, E, N, K] -> [rows, K] of one matrix."""
     if jax.default_backend() == "cpu":
-        # XLA on CPUs slices bfloat16 by converting its operand to float32, and would do so for the whole stack outside
-        # the loop. Tied to the loop's indices the conversion stays inside and shrinks to the slice.
+        # Keeps the conversion of bfloat16 stacks out of the way, see stacks.py, for a part that starts at a row.
         stack, expert, row0 = jax.lax.optimization_barrier((stack, expert, row0))
     return jax.lax.dynamic_slice(stack, (layer, expert, row0, 0), (1, 1, rows, stack.shape[3]))[0, 0]
 

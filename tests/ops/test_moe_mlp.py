@@ -9,62 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify
 
 from k3jax.router import route
-from pallas_kernels.activations import Silu, Situ
-from pallas_kernels.moe_mlp import moe_mlp, validate, xla
+from pallas_kernels.activations import Silu
+from pallas_kernels.moe_mlp import moe_mlp, xla
 from pallas_kernels.moe_mlp.plan import plan_tiles, rows_per_tile
-from pallas_kernels.mxfp4 import MxFp4, decode
+from tests.ops.moe_oracle import SITU, D, E, K, banks, inputs, oracle, silu, situ
 
 DATA = Path(__file__).parents[1] / "data/ops"
-L, E, D, INNER, K = 2, 6, 64, 32, 3
-SITU = Situ(4.0, 25.0)
-
-
-@functools.cache
-def banks(kind):
-    """([L, E, 2, I, D], [L, E, D, I]) of `kind`, as arrays for the op and in float64 for the oracle."""
-    random = np.random.default_rng(7)
-    shapes = (L, E, 2, INNER, D), (L, E, D, INNER)
-    if kind == "mxfp4":
-        packed = [random.integers(0, 256, (*shape[:-1], shape[-1] // 2), dtype=np.uint8) for shape in shapes]
-        scales = [random.integers(122, 126, (*shape[:-1], shape[-1] // 32), dtype=np.uint8) for shape in shapes]
-        arrays = [MxFp4(jnp.asarray(p), jnp.asarray(s)) for p, s in zip(packed, scales)]
-        return arrays, [np.asarray(decode(*array, jnp.float32), np.float64) for array in arrays]
-    arrays = [jnp.asarray(random.standard_normal(shape) * 0.3, kind) for shape in shapes]
-    return arrays, [np.asarray(array, np.float64) for array in arrays]
-
-
-def inputs(tokens, dtype=jnp.float32, seed=0, low=0, high=E):
-    random = np.random.default_rng(seed)
-    x = jnp.asarray(random.standard_normal((tokens, D)), dtype)
-    ids = random.integers(low, high, (tokens, K)).astype(np.int32)
-    return x, jnp.asarray(ids), jnp.asarray(random.random((tokens, K)), jnp.float32)
-
-
-def silu(gate, up):
-    return gate / (1 + np.exp(-gate)) * up
-
-
-def situ(gate, up):
-    return 4 * np.tanh(gate / 4) / (1 + np.exp(-gate)) * 25 * np.tanh(up / 25)
-
-
-def oracle(x, ids, weights, gate_up, down, activation=situ, first_expert=0, dtype=np.float64):
-    """One pair at a time, in float64 with the stages rounded to `dtype`; banks [E, 2, I, D] and [E, D, I]."""
-
-    def rounded(value):
-        return value.astype(dtype).astype(np.float64)
-
-    x, weights = np.asarray(x, np.float64), np.asarray(weights, np.float64)
-    out = np.zeros_like(x)
-    for t, j in np.ndindex(*ids.shape):
-        e = int(ids[t, j]) - first_expert
-        if 0 <= e < len(down):
-            gate, up = rounded(gate_up[e] @ x[t])
-            out[t] += weights[t, j] * rounded(down[e] @ rounded(activation(gate, up)))
-    return out
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "backend"))
@@ -268,70 +220,3 @@ def test_reference_is_differentiable():
     for got, want in zip(grads, expected):
         assert jnp.isfinite(got).all() and jnp.abs(got).max() > 0
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-
-
-def bad(message, **changes):
-    return pytest.param(changes, message, id=message[:30])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        bad(r"expert_ids has shape \(5,\)", expert_ids=jnp.zeros((5,), jnp.int32)),
-        bad(r"expert_weights has shape \(5, 2\), expected \[T=5, k=3\]", expert_weights=jnp.zeros((5, 2))),
-        bad("expert_ids has dtype float32, expected int32", expert_ids=jnp.zeros((5, K))),
-        bad("x has dtype int32", x=jnp.zeros((5, D), jnp.int32)),
-        bad("down has shape .* expected", down=jnp.zeros((L, E, D, INNER + 1))),
-        bad("gate_up has dtype uint8", gate_up=jnp.zeros((L, E, 2, INNER, D), jnp.uint8)),
-        bad("both MxFp4 or both dense", down=banks("mxfp4")[0][1]),
-        bad("D is 48, expected a multiple of 32", x=jnp.zeros((5, 48)), gate_up=banks("mxfp4")[0][0],
-            down=banks("mxfp4")[0][1]),
-        bad(r"gate_up.scale has shape .* expected \[L=2, E=6, 2, 32, 2\]", down=banks("mxfp4")[0][1],
-            gate_up=MxFp4(banks("mxfp4")[0][0].packed, jnp.zeros((L, E, 2, INNER, 1), jnp.uint8))),
-        bad("down.scale has dtype float32", gate_up=banks("mxfp4")[0][0],
-            down=MxFp4(banks("mxfp4")[0][1].packed, jnp.zeros((L, E, D, 1)))),
-    ],
-)
-def test_bad_arguments(changes, message):
-    x, ids, weights = inputs(5)
-    gate_up, down = banks("float32")[0]
-    arguments = {"x": x, "expert_ids": ids, "expert_weights": weights, "gate_up": gate_up, "down": down} | changes
-    for function in (moe_mlp, validate):
-        with pytest.raises(ValueError, match=f"moe_mlp: .*{message}"):
-            function(**arguments, layer=0, activation=SITU)
-
-
-def test_validate_values():
-    x, ids, weights = inputs(5)
-    (gate_up, down), _ = banks("mxfp4")
-    check = functools.partial(validate, activation=SITU)
-    check(x, ids.at[2].set(-1), weights, gate_up, down, 1)
-    check(x, ids.at[2].set(E), weights, gate_up, down, 1, first_expert=2)
-    check(x, ids.at[2].set(E), weights, gate_up, down, 1, num_experts=E + 1)
-    check(x[:0], ids[:0], weights[:0], gate_up, down, 1)
-    damaged = MxFp4(down.packed, down.scale.at[1, 2, 3].set(255))
-    check(x, ids, weights, gate_up, damaged, 0)
-    for message, arguments in {
-        r"expert id 6, expected -1 \(none\) .. 5": (x, ids.at[2, 1].set(E), weights, gate_up, down, 1),
-        "expert id -2": (x, ids.at[2, 1].set(-2), weights, gate_up, down, 1),
-        "expert weight nan": (x, ids, weights.at[0, 0].set(jnp.nan), gate_up, down, 1),
-        "layer is 2, expected 0 .. 1": (x, ids, weights, gate_up, down, 2),
-        "down.scale holds 255": (x, ids, weights, gate_up, damaged, 1),
-    }.items():
-        with pytest.raises(ValueError, match=f"^moe_mlp: {message}"):
-            check(*arguments)
-    with pytest.raises(ValueError, match="expert id 8, expected .* 7"):
-        check(x, ids.at[0, 0].set(8), weights, gate_up, down, 1, first_expert=2, num_experts=8)
-
-
-def test_debug_mode_checks_inside_the_program(monkeypatch):
-    monkeypatch.setenv("K3JAX_DEBUG", "1")
-    x, ids, weights = inputs(4)
-    gate_up, down = banks("float32")[0]
-    checked = jax.jit(
-        checkify.checkify(lambda ids, weights: moe_mlp(x, ids, weights, gate_up, down, 0, activation=SITU))
-    )
-    error, out = checked(ids, weights)
-    assert error.get() is None and jnp.isfinite(out).all()
-    assert "moe_mlp: expert id -3" in checked(ids.at[1, 1].set(-3), weights)[0].get()
-    assert "moe_mlp: expert weight inf" in checked(ids, weights.at[1, 1].set(jnp.inf))[0].get()
