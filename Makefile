@@ -7,12 +7,12 @@
 #   make clean     remove what was installed and built
 
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # A file's tests share compiled functions, so a file stays on one worker.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
-JOBS ?= 2
 
 .PHONY: demo test test-all lint clean
 
