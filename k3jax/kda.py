@@ -65,8 +65,7 @@ class KimiDeltaAttention(DeclaredModule):
             **gate,
             "o_norm": norm("self_attn.o_norm.weight", width, "value_dim", jnp.float32),
             "o_proj": linear(
-                "self_attn.o_proj.weight", (hidden, heads, width), ("embed", "kda_heads", "value_dim"), config,
-                outputs=1,
+                "self_attn.o_proj.weight", (hidden, channels), ("embed", "kda_channels"), config, outputs=1
             ),
         })
 
@@ -108,7 +107,7 @@ class KimiDeltaAttention(DeclaredModule):
                 "kda_decay": decay_gate(decay, a_log, dt_bias, bound),
                 "kda_beta": jax.nn.sigmoid(beta.astype(jnp.float32)),
             }
-        out = project("thv,dhv->td", heads, o_proj)
+        out = project("tc,dc->td", heads.reshape(x.shape[0], -1), o_proj)
         return out, state.replace(conv_tail=conv_tail, kda_state=kda_state), snapshots, captured
 
     def _output_gate(self, x: jax.Array, layer: jax.Array) -> jax.Array:

@@ -59,8 +59,7 @@ class MultiHeadLatentAttention(DeclaredModule):
             ),
             **gate,
             "o_proj": linear(
-                "self_attn.o_proj.weight", (hidden, heads, value), ("embed", "mla_heads", "value_dim"), config,
-                outputs=1,
+                "self_attn.o_proj.weight", (hidden, heads * value), ("embed", "mla_channels"), config, outputs=1
             ),
         })
 
@@ -91,7 +90,7 @@ class MultiHeadLatentAttention(DeclaredModule):
             gate = project("td,hvd->thv", x, *self.layer_params(layer, "g_proj"))
             gate = jax.nn.sigmoid(gate.astype(jnp.float32))
             heads = (heads.astype(jnp.float32) * gate).astype(x.dtype)
-        out = project("thv,dhv->td", heads, *self.layer_params(layer, "o_proj"))
+        out = project("tc,dc->td", heads.reshape(x.shape[0], -1), *self.layer_params(layer, "o_proj"))
         return out, state.replace(mla_pages=pages)
 
     def _query(self, x: jax.Array, layer: jax.Array) -> jax.Array:

@@ -8,6 +8,9 @@ AXIS_RULES: Mapping[str, str] = {
     # Heads of either attention, and the widths of MLPs.
     "kda_heads": "tensor",
     "mla_heads": "tensor",
+    # Heads and their values merged, as the output projections read them.
+    "kda_channels": "tensor",
+    "mla_channels": "tensor",
     "mlp": "tensor",
     "shared_mlp": "tensor",
     # Routed experts: whole experts over `expert`, the width of each over `tensor`.

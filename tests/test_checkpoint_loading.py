@@ -66,13 +66,13 @@ def expected_params(name: str, tensors: dict[str, np.ndarray]) -> dict[str, dict
             "f_b_proj": stack(kda, attention + "f_b_proj.weight", HEADS, WIDTH, WIDTH),
             "b_proj": stack(kda, attention + "b_proj.weight", HEADS, 128),
             "o_norm": stack(kda, attention + "o_norm.weight", WIDTH),
-            "o_proj": stack(kda, attention + "o_proj.weight", 128, HEADS, WIDTH),
+            "o_proj": stack(kda, attention + "o_proj.weight", 128, HEADS * WIDTH),
         },
         "mla": {
             "kv_a_proj": stack(MLA[name], attention + "kv_a_proj_with_mqa.weight", -1, 128),
             "kv_a_norm": stack(MLA[name], attention + "kv_a_layernorm.weight", -1),
             "kv_b_proj": stack(MLA[name], attention + "kv_b_proj.weight", HEADS, 64, -1),
-            "o_proj": stack(MLA[name], attention + "o_proj.weight", 128, HEADS, 32),
+            "o_proj": stack(MLA[name], attention + "o_proj.weight", 128, HEADS * 32),
         },
         "dense_mlp": {
             "gate_up": parts([0], ["mlp.gate_proj.weight", "mlp.up_proj.weight"], -1, 128),

@@ -4,13 +4,16 @@ There is no capacity and no dropped pair. MXFP4 weights are decoded inside the l
 is ever copied.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.moe_mlp.plan import plan_tiles, rows_per_tile
 from pallas_kernels.mxfp4 import MxFp4, decode_halves
 
-# Weights handled at once on a CPU, so that decoded ones stay in its cache. Accelerators take a matrix whole.
+# Weights handled at once on a CPU.
 _CPU_BLOCK = 1 << 20
 
 
@@ -44,53 +47,68 @@ def moe_mlp(x, expert_ids, expert_weights, gate_up, down, layer, *, activation, 
 
 def _linear(x: jax.Array, bank: jax.Array | MxFp4, layer: jax.Array, expert: jax.Array) -> jax.Array:
     """[m, K] rows times the [N, K] matrix of one expert -> [m, N] float32."""
+    return jax.lax.platform_dependent(x, bank, layer, expert, cpu=_linear_cpu, tpu=_linear_tpu, default=_linear_at_once)
+
+
+def _linear_cpu(x, bank, layer, expert):
+    """A few rows of the matrix at a time, so that decoded ones stay in the cache."""
     num_rows = jax.tree.leaves(bank)[0].shape[2]
-    block = _block_rows(num_rows, x.shape[1])
-    multiply = _mxfp4_product if isinstance(bank, MxFp4) else _dense_product
+    return _linear_in_blocks(x, bank, layer, expert, -(-num_rows * x.shape[1] // _CPU_BLOCK))
+
+
+def _linear_tpu(x, bank, layer, expert):
+    """The two forms, found by trial, for which XLA does not first change the layout of the whole stack."""
+    if isinstance(bank, MxFp4):
+        return _linear_at_once(x, bank, layer, expert, lambda half: with_layout_constraint(half, Layout((0, 1))))
+    return _linear_in_blocks(x, bank, layer, expert, 2)
+
+
+def _linear_at_once(x, bank, layer, expert, place=lambda half: half):
+    """The whole matrix; `place` gets each decoded half of MXFP4 columns."""
+    num_rows = jax.tree.leaves(bank)[0].shape[2]
+    weight = jax.tree.map(lambda stack: _matrix_rows(stack, layer, expert, 0, num_rows), bank)
+    return _product(x, weight, _dot, place)
+
+
+def _linear_in_blocks(x, bank, layer, expert, num_blocks):
+    """A loop over blocks of rows."""
+    num_rows = jax.tree.leaves(bank)[0].shape[2]
+    block = -(-num_rows // num_blocks)
+    # In this form XLA on CPUs reads a single row's dense weights straight from the stack, without copying the slice.
+    dense_dot = functools.partial(jnp.matmul, precision=_precision(x), preferred_element_type=jnp.float32)
 
     def run_block(b, out):
         row0 = jnp.minimum(b * block, num_rows - block)
-        weight = jax.tree.map(lambda stack: _matrix_rows(stack, layer, expert, row0, block), bank)
-        return jax.lax.dynamic_update_slice(out, multiply(x, weight), (0, row0))
+        # Ties the stack to expert and block, so that nothing done to it can move out of a loop; see stacks.py.
+        stacks, *place = jax.lax.optimization_barrier((bank, expert, row0))
+        weight = jax.tree.map(lambda stack: _matrix_rows(stack, layer, *place, block), stacks)
+        product = _product(x, weight, lambda x, weight: dense_dot(x, weight.T))
+        return jax.lax.dynamic_update_slice(out, product, (0, place[1]))
 
     out = jnp.zeros((x.shape[0], num_rows), jnp.float32)
     return jax.lax.fori_loop(0, -(-num_rows // block), run_block, out)
 
 
+def _product(x, weight, dense_dot, place=lambda half: half):
+    """[m, K] times [n, K] -> [m, n] float32; MXFP4 as two products, of even and of odd columns."""
+    if not isinstance(weight, MxFp4):
+        return dense_dot(x, weight)
+    even, odd = (place(half) for half in decode_halves(*weight, x.dtype))
+    return _dot(x[:, 0::2], even) + _dot(x[:, 1::2], odd)
+
+
 def _matrix_rows(stack: jax.Array, layer: jax.Array, expert: jax.Array, row0: jax.Array, rows: int) -> jax.Array:
     """[L, E, N, K] -> [rows, K] of one matrix."""
-    if jax.default_backend() == "cpu":
-        # Keeps the conversion of bfloat16 stacks out of the way, see stacks.py, for a part that starts at a row.
-        stack, expert, row0 = jax.lax.optimization_barrier((stack, expert, row0))
     return jax.lax.dynamic_slice(stack, (layer, expert, row0, 0), (1, 1, rows, stack.shape[3]))[0, 0]
 
 
-def _dense_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[m, K] times [n, K] -> [m, n] float32."""
-    # In this form XLA on CPUs reads a single row's weights straight from the stack, without copying the slice.
-    return jnp.matmul(x, weight.T, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[m, K] times [n, K] -> [m, n] float32; unlike `x @ weight.T` it never makes XLA decode into a transposed copy."""
+    return jax.lax.dot_general(
+        x, weight, (((1,), (1,)), ((), ())), precision=_precision(x), preferred_element_type=jnp.float32
+    )
 
 
-def _mxfp4_product(x: jax.Array, weight: MxFp4) -> jax.Array:
-    """[m, K] times packed [n, K] -> [m, n] float32."""
-
-    # And in that form it would decode into a transposed copy, at three times the cost.
-    def dot(x, weight):
-        return jax.lax.dot_general(
-            x,
-            weight,
-            (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-
-    even, odd = decode_halves(*weight, x.dtype)
-    return dot(x[:, 0::2], even) + dot(x[:, 1::2], odd)
-
-
-def _block_rows(num_rows: int, num_columns: int) -> int:
-    """Rows of a matrix to handle at once, in blocks of nearly equal size."""
-    if jax.default_backend() != "cpu":
-        return num_rows
-    blocks = -(-num_rows * num_columns // _CPU_BLOCK)
-    return -(-num_rows // blocks)
+def _precision(x: jax.Array) -> jax.lax.Precision:
+    """True float32 for float32 operands."""
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
