@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax.catalog import prompt_ids
 from k3jax.errors import UserError
 from k3jax.language_model import LanguageModel
 from k3jax.memory import check_fits, peak_memory_bytes, required_bytes
@@ -58,17 +59,11 @@ def generate(lm: LanguageModel, prompt: str | Sequence[int], *, max_new_tokens: 
       UserError: an empty prompt, ids outside the vocabulary, limits below 1, more tokens than the model's context, text
         without a tokenizer, or not enough memory.
     """
-    prompt_ids = _prompt_ids(lm, prompt)
     for name, value in (("max_new_tokens", max_new_tokens), ("chunk", chunk)):
         if value < 1:
             raise UserError(f"{name} is {value}, expected at least 1")
-    total = len(prompt_ids) + max_new_tokens
-    if total > lm.config.max_position_embeddings:
-        raise UserError(
-            f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones are {total}, beyond the context of "
-            f"{lm.config.max_position_embeddings}"
-        )
-    session = _Session(lm, prompt_ids, max_new_tokens, chunk, all_logits=on_logits is not None)
+    ids = prompt_ids(lm.description, prompt, max_new_tokens)
+    session = _Session(lm, ids, max_new_tokens, chunk, all_logits=on_logits is not None)
     eos = None if ignore_eos else lm.config.eos_token_id
     detokenizer = lm.tokenizer.detokenizer() if lm.tokenizer else None
     pieces: list[str] = []
@@ -101,35 +96,20 @@ def generate(lm: LanguageModel, prompt: str | Sequence[int], *, max_new_tokens: 
         text="".join(pieces) if detokenizer else None,
         finish_reason=finish_reason,
         usage={
-            "prompt_tokens": len(prompt_ids),
+            "prompt_tokens": len(ids),
             "completion_tokens": len(token_ids),
-            "total_tokens": len(prompt_ids) + len(token_ids),
+            "total_tokens": len(ids) + len(token_ids),
         },
         timings={
             "load_s": lm.load_seconds,
             "compile_s": session.compile_seconds,
             "prefill_s": prefill_end - start,
-            "prefill_tokens_per_s": _rate(len(prompt_ids), prefill_end - start),
+            "prefill_tokens_per_s": _rate(len(ids), prefill_end - start),
             "decode_s": end - prefill_end,
             "decode_tokens_per_s": _rate(len(token_ids) - 1, end - prefill_end),
             "peak_memory_bytes": peak_memory_bytes(),
         },
     )
-
-
-def _prompt_ids(lm: LanguageModel, prompt: str | Sequence[int]) -> list[int]:
-    """Token ids of a prompt, checked against the vocabulary."""
-    if isinstance(prompt, str):
-        if lm.tokenizer is None:
-            raise UserError("this checkpoint has no tokenizer files (tiktoken.model); give the prompt as token ids")
-        prompt = lm.tokenizer.encode(prompt)
-    ids = list(prompt)
-    if not ids:
-        raise UserError("the prompt is empty; give at least one token")
-    for token in ids:
-        if not 0 <= token < lm.config.vocab_size:
-            raise UserError(f"token id {token} lies outside the vocabulary, 0..{lm.config.vocab_size - 1}")
-    return ids
 
 
 def _rate(count: int, seconds: float) -> float:
@@ -159,9 +139,9 @@ def _decode_step(params, tokens, state, batch, *, model: K3ForCausalLM):
 class _Session:
     """Compiled steps and the state of one prompt, in slot 1 and pages 1, 2, ..."""
 
-    def __init__(self, lm: LanguageModel, prompt_ids: list[int], max_new_tokens: int, chunk: int, all_logits: bool):
-        self.lm, self.prompt_ids, self.max_new_tokens = lm, prompt_ids, max_new_tokens
-        pages = -(-(len(prompt_ids) + max_new_tokens) // PAGE_SIZE)
+    def __init__(self, lm: LanguageModel, ids: list[int], max_new_tokens: int, chunk: int, all_logits: bool):
+        self.lm, self.ids, self.max_new_tokens = lm, ids, max_new_tokens
+        pages = _rounded_up(-(-(len(ids) + max_new_tokens) // PAGE_SIZE))
         self.page_table = np.arange(1, pages + 1, dtype=np.int32)[None]
         create = functools.partial(
             DecodeState.create, lm.config, num_slots=2, num_pages=pages + 1, dtype=lm.dtype
@@ -169,24 +149,26 @@ class _Session:
         check_fits(required_bytes(jax.eval_shape(create)), f"the decode state of {pages * PAGE_SIZE} tokens")
         self.state = create()
         start = time.perf_counter()
-        self.chunks = list(_chunks(len(prompt_ids), chunk))
+        self.chunks = list(_chunks(len(ids), chunk))
         self.prefill_steps = {}
         for _, _, rows in self.chunks:
             if rows not in self.prefill_steps:
                 self.prefill_steps[rows] = _prefill_step.lower(
                     lm.params, *self._prefill_inputs(0, 1, rows), model=lm.model, all_logits=all_logits
                 ).compile()
+                _check_temporaries(self.prefill_steps[rows], f"a prefill step of {rows} tokens")
         self.decode_step = None
         if max_new_tokens > 1:
             self.decode_step = _decode_step.lower(
                 lm.params, jax.ShapeDtypeStruct((1,), jnp.int32), self.state, self._decode_batch(), model=lm.model
             ).compile()
+            _check_temporaries(self.decode_step, "a decode step")
         self.compile_seconds = time.perf_counter() - start
 
     def _prefill_inputs(self, first: int, count: int, rows: int):
         """(tokens, state, batch) of prompt tokens first .. first + count - 1, padded to `rows`."""
         tokens = np.zeros(rows, np.int32)
-        tokens[:count] = self.prompt_ids[first : first + count]
+        tokens[:count] = self.ids[first : first + count]
         batch = PrefillBatch(
             cu_seqlens=np.array([0, count], np.int32),
             slots=np.array([1], np.int32),
@@ -199,7 +181,7 @@ class _Session:
     def _decode_batch(self) -> DecodeBatch:
         return DecodeBatch(
             slots=np.array([1], np.int32),
-            context_lens=np.array([len(self.prompt_ids)], np.int32),
+            context_lens=np.array([len(self.ids)], np.int32),
             page_table=self.page_table,
         )
 
@@ -223,6 +205,19 @@ class _Session:
                 yield int(waiting.popleft()[0])
         while waiting:
             yield int(waiting.popleft()[0])
+
+
+def _check_temporaries(step: jax.stages.Compiled, what: str) -> None:
+    """Refuses a step whose intermediates cannot fit beside weights and state."""
+    analysis = step.memory_analysis()
+    if analysis is not None:
+        check_fits(analysis.temp_size_in_bytes, f"the intermediate results of {what}")
+
+
+def _rounded_up(pages: int) -> int:
+    """At most a quarter more, so that requests of similar length share compiled steps."""
+    grain = max(1, 1 << (pages.bit_length() - 3)) if pages > 4 else 1
+    return -(-pages // grain) * grain
 
 
 def _chunks(length: int, chunk: int) -> Iterator[tuple[int, int, int]]:

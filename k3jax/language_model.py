@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from k3jax.catalog import Description, describe
 from k3jax.checkpoint import Repository, detect_expert_format, load_params, random_params
 from k3jax.config import K3Config
 from k3jax.errors import UserError
 from k3jax.model import K3ForCausalLM
-from k3jax.presets import preset
-from k3jax.tokenizer import ByteTokenizer, TiktokenTokenizer
+from k3jax.tokenizer import Tokenizer
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -34,9 +34,14 @@ class LanguageModel:
     config: K3Config
     model: K3ForCausalLM
     params: dict[str, Any]
-    tokenizer: TiktokenTokenizer | ByteTokenizer | None
+    tokenizer: Tokenizer | None
     dtype: Any
     load_seconds: float
+
+    @property
+    def description(self) -> Description:
+        """The model without its weights."""
+        return Description(self.config, self.tokenizer, None)
 
 
 def load(checkpoint: str | pathlib.Path = "demo", *, dtype: str = "bfloat16", mesh: Mesh | None = None, seed: int = 0,
@@ -58,31 +63,14 @@ def load(checkpoint: str | pathlib.Path = "demo", *, dtype: str = "bfloat16", me
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     start = time.perf_counter()
-    name, real_dtype = str(checkpoint), DTYPES[dtype]
-    if name == "demo" or name.startswith("random:"):
-        config = _random_config(name)
+    real_dtype = DTYPES[dtype]
+    config, tokenizer, directory = describe(checkpoint)
+    if directory is None:
         params = random_params(config, real_dtype, seed, mesh=mesh, progress=progress)
-        tokenizer = ByteTokenizer() if name == "demo" else None
     else:
-        directory = pathlib.Path(checkpoint)
         repository = Repository.open(directory)
-        config = K3Config.from_file(directory / "config.json")
         config = dataclasses.replace(config, expert_format=detect_expert_format(repository))
-        tokenizer = TiktokenTokenizer.from_directory(directory) if (directory / "tiktoken.model").exists() else None
         params = load_params(config, repository, real_dtype, mesh=mesh, progress=progress)
     return LanguageModel(
         config, K3ForCausalLM(config, real_dtype), params, tokenizer, real_dtype, time.perf_counter() - start
     )
-
-
-def _random_config(name: str) -> K3Config:
-    """The architecture of `demo` or `random:PRESET[:layers]`."""
-    if name == "demo":
-        return preset("demo")
-    _, preset_name, *rest = name.split(":")
-    config = preset(preset_name)
-    if not rest:
-        return config
-    if len(rest) > 1 or not rest[0].isdecimal():
-        raise UserError(f"checkpoint is {name!r}, expected random:PRESET[:LAYERS], e.g. random:kimi-k3:4")
-    return config.first_layers(int(rest[0]))

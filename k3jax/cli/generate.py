@@ -3,15 +3,17 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 
+from k3jax.catalog import describe, prompt_ids
 from k3jax.cli.compilation_cache import enable_compilation_cache
 from k3jax.cli.logits_file import LogitsFile
-from k3jax.cli.prompt import read_prompt, tokenize
+from k3jax.cli.prompt import read_prompt
 from k3jax.errors import UserError
 
 OK, USER_MISTAKE, INTERRUPTED, BROKEN_PIPE = 0, 2, 130, 141
@@ -112,7 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code (see `--help`)."""
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
+            # The configuration is read twice, by the checks of the prompt and by the loader.
+            say_once = functools.cache(_say)
+            warnings.showwarning = lambda message, *_: say_once(f"warning: {message}")
             return _run(_parser().parse_args(argv))
     except UserError as error:
         _say("error: " + " ".join(str(error).split()))
@@ -127,22 +131,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    prompt_ids = tokenize(read_prompt(args), args.checkpoint, args.max_new_tokens)
+    # Before any weights are read: those can take many minutes.
+    ids = prompt_ids(describe(args.checkpoint), read_prompt(args), args.max_new_tokens)
     with contextlib.ExitStack() as stack:
         logits = None
         if args.logits_out is not None:
-            logits = stack.enter_context(LogitsFile(args.logits_out, len(prompt_ids)))
+            logits = stack.enter_context(LogitsFile(args.logits_out, len(ids)))
         # Importing JAX takes seconds, which a mistake above need not wait for.
         import k3jax
-        from k3jax.progress import progress
 
         enable_compilation_cache()
-        lm = k3jax.load(args.checkpoint, dtype=args.dtype, seed=args.seed, progress=progress)
+        lm = k3jax.load(args.checkpoint, dtype=args.dtype, seed=args.seed, progress=True)
         if args.checkpoint == "demo":
             _say("the demo model has random weights: what follows is noise, not language")
         result = k3jax.generate(
             lm,
-            prompt_ids,
+            ids,
             max_new_tokens=args.max_new_tokens,
             ignore_eos=args.ignore_eos,
             chunk=args.chunk,
