@@ -57,7 +57,7 @@ def main() -> None:
     print(f"load {lm.load_seconds:.1f} s, first compile {runs[0]['compile_s']:.1f} s, "
           f"peak {median['peak_memory_bytes'] / 2**30:.1f} GiB")
     print(f"prefill {median['prefill_s'] * 1e3:.0f} ms, {median['prefill_tokens_per_s']:.0f} tokens/s")
-    print(f"decode {step * 1e3:.2f} ms a token; reading the {step_bytes / 1e9:.2f} GB in use takes {floor * 1e3:.2f} ms")
+    print(f"decode {step * 1e3:.2f} ms a token; the floor of reading {step_bytes / 1e9:.3f} GB is {floor * 1e3:.2f} ms")
 
 
 if __name__ == "__main__":
