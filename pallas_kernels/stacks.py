@@ -1,7 +1,8 @@
 """Reading and writing parts of large stacks, whole pools or weights of all layers, without copying them.
 
 XLA's CPU backend has no bfloat16 gather, scatter or slice of its own: it converts the *operand* to float32, and moves
-that conversion out of the enclosing loop, which copies the whole stack. The forms here keep it small.
+that conversion out of the enclosing loop, which copies the whole stack. The CPU forms here keep it small; elsewhere the
+plain ones are right, and the barrier would itself copy a pool.
 """
 
 import jax
@@ -15,15 +16,24 @@ def read(stack: jax.Array, *index: jax.Array) -> jax.Array:
       stack: [...].
       *index: int32 arrays for the leading axes, of shapes that broadcast.
     """
-    # The barrier ties the stack to the index, which changes with every turn of a loop over layers: what XLA does with
-    # the stack can then not move out of the loop.
-    index = [jnp.asarray(i, jnp.int32) for i in index]
-    stack, index = jax.lax.optimization_barrier((stack, index))
-    if all(jnp.ndim(i) == 0 for i in index):
-        rest = stack.ndim - len(index)
-        part = jax.lax.dynamic_slice(stack, (*index, *[0] * rest), (*[1] * len(index), *stack.shape[len(index):]))
-        return part.reshape(stack.shape[len(index):])
-    return stack.at[tuple(index)].get(mode="clip")
+    index = tuple(jnp.asarray(i, jnp.int32) for i in index)
+
+    def plain(stack, *index):
+        if all(i.ndim == 0 for i in index):
+            rest = stack.ndim - len(index)
+            part = jax.lax.dynamic_slice(stack, (*index, *[0] * rest), (*[1] * len(index), *stack.shape[len(index):]))
+            return part.reshape(stack.shape[len(index):])
+        return stack.at[index].get(mode="clip")
+
+    def tied(stack, *index):
+        # Ties the stack to the index, which changes with every turn of a loop over layers: what XLA does with the stack
+        # can then not move out of the loop.
+        stack, index = jax.lax.optimization_barrier((stack, index))
+        return plain(stack, *index)
+
+    if stack.dtype == jnp.float32:
+        return plain(stack, *index)
+    return jax.lax.platform_dependent(stack, *index, cpu=tied, default=plain)
 
 
 def write(pool: jax.Array, layer: jax.Array, index: tuple[jax.Array, ...], rows: jax.Array,

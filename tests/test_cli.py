@@ -93,6 +93,8 @@ def test_ctrl_c_prints_what_was_made(environment):
     child = subprocess.Popen(
         [*COMMAND, *arguments], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # A job in the background, as these tests may be, is started with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     first = child.stdout.read(1)  # by now it decodes
     child.send_signal(signal.SIGINT)

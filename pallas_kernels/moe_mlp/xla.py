@@ -47,7 +47,7 @@ def moe_mlp(x, expert_ids, expert_weights, gate_up, down, layer, *, activation, 
 
 def _linear(x: jax.Array, bank: jax.Array | MxFp4, layer: jax.Array, expert: jax.Array) -> jax.Array:
     """[m, K] rows times the [N, K] matrix of one expert -> [m, N] float32."""
-    return jax.lax.platform_dependent(x, bank, layer, expert, cpu=_linear_cpu, tpu=_linear_tpu, default=_linear_at_once)
+    return jax.lax.platform_dependent(x, bank, layer, expert, cpu=_linear_cpu, tpu=_linear_tpu, default=_linear_gpu)
 
 
 def _linear_cpu(x, bank, layer, expert):
@@ -63,7 +63,12 @@ def _linear_tpu(x, bank, layer, expert):
     return _linear_in_blocks(x, bank, layer, expert, 2)
 
 
-def _linear_at_once(x, bank, layer, expert, place=lambda half: half):
+def _linear_gpu(x, bank, layer, expert):
+    """Decodes before it multiplies: XLA for GPUs, left to fuse the two, crashes on some shapes."""
+    return _linear_at_once(x, bank, layer, expert, jax.lax.optimization_barrier)
+
+
+def _linear_at_once(x, bank, layer, expert, place):
     """The whole matrix; `place` gets each decoded half of MXFP4 columns."""
     num_rows = jax.tree.leaves(bank)[0].shape[2]
     weight = jax.tree.map(lambda stack: _matrix_rows(stack, layer, expert, 0, num_rows), bank)

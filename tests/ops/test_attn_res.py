@@ -174,7 +174,7 @@ def test_float32_makes_no_copy_of_the_blocks():
 
     def step(blocks, prefix, weight):
         def body(prefix, n):
-            return attn_res(blocks, n, prefix, prefix, weight, weight, eps=EPS)
+            return tuple(attn_res(blocks, n, prefix, prefix, weight, weight, eps=EPS))
 
         return jax.lax.scan(body, prefix, jnp.arange(n_max, dtype=jnp.int32))
 
