@@ -47,7 +47,7 @@ def moe_mlp(x, expert_ids, expert_weights, gate_up, down, layer, *, activation, 
 
 def _linear(x: jax.Array, bank: jax.Array | MxFp4, layer: jax.Array, expert: jax.Array) -> jax.Array:
     """[m, K] rows times the [N, K] matrix of one expert -> [m, N] float32."""
-    return jax.lax.platform_dependent(x, bank, layer, expert, cpu=_linear_cpu, tpu=_linear_tpu, default=_linear_gpu)
+    return jax.lax.platform_dependent(x, bank, layer, expert, cpu=_linear_cpu, tpu=_linear_tpu, default=_linear_at_once)
 
 
 def _linear_cpu(x, bank, layer, expert):
@@ -63,12 +63,7 @@ def _linear_tpu(x, bank, layer, expert):
     return _linear_in_blocks(x, bank, layer, expert, 2)
 
 
-def _linear_gpu(x, bank, layer, expert):
-    """Decodes before it multiplies: XLA for GPUs, left to fuse the two, crashes on some shapes."""
-    return _linear_at_once(x, bank, layer, expert, jax.lax.optimization_barrier)
-
-
-def _linear_at_once(x, bank, layer, expert, place):
+def _linear_at_once(x, bank, layer, expert, place=lambda half: half):
     """The whole matrix; `place` gets each decoded half of MXFP4 columns."""
     num_rows = jax.tree.leaves(bank)[0].shape[2]
     weight = jax.tree.map(lambda stack: _matrix_rows(stack, layer, expert, 0, num_rows), bank)
@@ -99,7 +94,9 @@ def _product(x, weight, dense_dot, place=lambda half: half):
     if not isinstance(weight, MxFp4):
         return dense_dot(x, weight)
     even, odd = (place(half) for half in decode_halves(*weight, x.dtype))
-    return _dot(x[:, 0::2], even) + _dot(x[:, 1::2], odd)
+    # XLA for GPUs aborts when it fuses the strided slice into some products.
+    x_even, x_odd = jax.lax.optimization_barrier((x[:, 0::2], x[:, 1::2]))
+    return _dot(x_even, even) + _dot(x_odd, odd)
 
 
 def _matrix_rows(stack: jax.Array, layer: jax.Array, expert: jax.Array, row0: jax.Array, rows: int) -> jax.Array:
