@@ -90,11 +90,14 @@ def test_json_equals_the_streamed_text(environment):
 
 def test_ctrl_c_prints_what_was_made(environment):
     arguments = ["--prompt", "x", "--max-new-tokens", "4000", "--ignore-eos"]
+    # A job in the background, as these tests may be, is started with SIGINT ignored, and so are its children.
+    start = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('k3jax.generate', run_name='__main__', alter_sys=True)"
+    )
     child = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A job in the background, as these tests may be, is started with SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        [sys.executable, "-c", start, *arguments], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )
     first = child.stdout.read(1)  # by now it decodes
     child.send_signal(signal.SIGINT)
