@@ -1,7 +1,6 @@
 """What a checkpoint's name stands for, before any weight is read."""
 
 import pathlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from k3jax.config import K3Config
@@ -52,34 +51,3 @@ def _random_config(name: str) -> K3Config:
     if len(layers) > 1 or not layers[0].isdecimal():
         raise UserError(f"checkpoint is {name!r}, expected random:PRESET[:LAYERS], e.g. random:kimi-k3:4")
     return config.first_layers(int(layers[0]))
-
-
-def prompt_ids(description: Description, prompt: str | Sequence[int], max_new_tokens: int) -> list[int]:
-    """Token ids of a prompt, checked against the model.
-
-    Args:
-      description: the model.
-      prompt: text, or a sequence of token ids.
-      max_new_tokens: how many will follow.
-
-    Raises:
-      UserError: an empty prompt, text without a tokenizer, ids outside the vocabulary, or more tokens than the context.
-    """
-    config, tokenizer, _ = description
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise UserError("this checkpoint has no tokenizer files (tiktoken.model); give the prompt as token ids")
-        prompt = tokenizer.encode(prompt)
-    ids = list(prompt)
-    if not ids:
-        raise UserError("the prompt is empty; give at least one token")
-    for token in ids:
-        if not 0 <= token < config.vocab_size:
-            raise UserError(f"token id {token} is outside the vocabulary, 0..{config.vocab_size - 1}")
-    total, limit = len(ids) + max_new_tokens, config.max_position_embeddings
-    if total > limit:
-        raise UserError(
-            f"{len(ids)} prompt tokens and {max_new_tokens} new ones are {total}, beyond the context of {limit}; "
-            "shorten the prompt or ask for fewer new tokens"
-        )
-    return ids

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax.catalog import prompt_ids
 from k3jax.errors import UserError
 from k3jax.language_model import LanguageModel
 from k3jax.memory import check_fits, peak_memory_bytes, required_bytes
 from k3jax.model import K3ForCausalLM
+from k3jax.prompt import prompt_ids
 from k3jax.state import PAGE_SIZE, DecodeBatch, DecodeState, PrefillBatch
 
 SMALLEST_CHUNK = 64

@@ -11,9 +11,6 @@ from k3jax.config import K3Config
 PAGE_SIZE = 128
 """Tokens in an MLA page."""
 
-SNAPSHOT_STRIDE = 64
-"""A snapshot lies at a multiple of this many tokens after its sequence's first token in the call, or at its end."""
-
 
 @flax.struct.dataclass
 class DecodeState:
@@ -62,7 +59,8 @@ class PrefillBatch:
       slots: [N] int32 KDA slot of each sequence; 0 only for an empty one.
       context_lens: [N] int32 tokens processed by earlier calls. At 0 the slot's contents are ignored.
       page_table: [N, max pages] int32 MLA pages of each sequence; 0 where none.
-      snapshot_positions: [M] int32 packed positions to keep the state of; -1 = unused.
+      snapshot_positions: [M] int32 packed positions to keep the state of: a multiple of 64 tokens after a sequence's
+        first row, or its end; -1 = unused.
     """
 
     cu_seqlens: jax.Array

@@ -7,15 +7,6 @@ from jax.lax import Precision
 L2_NORM_EPS = 1e-6
 
 
-def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rounds float32 `x` to the values of `dtype` and stays in float32.
-
-    XLA may drop a cast there and back as excess precision; it keeps this.
-    """
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=info.nexp, mantissa_bits=info.nmant)
-
-
 def l2_normalize(x: jax.Array) -> jax.Array:
     """`x / sqrt(sum(x^2) + 1e-6)` over the last axis, in float32; a zero row stays zero."""
     x = x.astype(jnp.float32)

@@ -10,11 +10,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from k3jax.catalog import describe, prompt_ids
+from k3jax.catalog import describe
 from k3jax.cli.compilation_cache import enable_compilation_cache
 from k3jax.cli.logits_file import LogitsFile
 from k3jax.cli.prompt import read_prompt
 from k3jax.errors import UserError
+from k3jax.prompt import prompt_ids
 
 OK, USER_MISTAKE, INTERRUPTED, BROKEN_PIPE = 0, 2, 130, 141
 

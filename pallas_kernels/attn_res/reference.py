@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rounding import round_to
+
 
 def attn_res(blocks, num_blocks, prefix, delta, norm_weight, proj_weight, *, eps, output_norm_weight=None):
     """See `api.attn_res`; returns the pair (out, prefix)."""
     if delta is not None:
-        prefix = rounded(prefix.astype(jnp.float32) + delta.astype(jnp.float32), prefix.dtype)
+        prefix = add_rounded(prefix, delta)
     present = jnp.append(jnp.arange(blocks.shape[0]) < num_blocks, True)[:, None]
     sources = jnp.concatenate([blocks, prefix[None]])
     sources = jnp.where(present[..., None], sources, 0).astype(jnp.float32)
@@ -16,6 +18,11 @@ def attn_res(blocks, num_blocks, prefix, delta, norm_weight, proj_weight, *, eps
     probabilities = jax.nn.softmax(jnp.where(present, scores, -jnp.inf), axis=0)
     mix = jnp.sum(probabilities[..., None] * sources, axis=0)
     return finish(mix, eps, output_norm_weight, prefix.dtype), prefix
+
+
+def add_rounded(prefix: jax.Array, delta: jax.Array) -> jax.Array:
+    """The sum in the activation dtype, also where XLA, allowed excess precision, would go on with it unrounded."""
+    return round_to(prefix.astype(jnp.float32) + delta.astype(jnp.float32), prefix.dtype).astype(prefix.dtype)
 
 
 def rms_normed(x: jax.Array, eps: float) -> jax.Array:
@@ -31,11 +38,5 @@ def finish(mix: jax.Array, eps: float, weight: jax.Array | None, dtype: jnp.dtyp
     after the weight.
     """
     if weight is None:
-        return rounded(mix, dtype)
-    return rounded(rms_normed(mix, eps), dtype) * weight.astype(dtype)
-
-
-def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Cast of float32 values that also counts where XLA, allowed excess precision, would drop a cast there and back."""
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+        return mix.astype(dtype)
+    return round_to(rms_normed(mix, eps), dtype).astype(dtype) * weight.astype(dtype)

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attn_res.reference import finish, rounded
+from pallas_kernels.attn_res.reference import add_rounded, finish
 
 # Elements of a source from which on skipping the unfilled blocks saves more than the branch costs.
 BRANCH_ELEMENTS = 1 << 20
@@ -19,7 +19,7 @@ def attn_res(blocks, num_blocks, prefix, delta, norm_weight, proj_weight, *, eps
     small next to the latency of a branch: all are read and the unfilled ones masked.
     """
     if delta is not None:
-        prefix = rounded(prefix.astype(jnp.float32) + delta.astype(jnp.float32), prefix.dtype)
+        prefix = add_rounded(prefix, delta)
     weight = norm_weight.astype(jnp.float32) * proj_weight.astype(jnp.float32)
     if prefix.size >= branch_elements:
         branches = [functools.partial(_mix_first, number=number, eps=eps) for number in range(blocks.shape[0] + 1)]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import kda_math, stacks
 from pallas_kernels.kda_prefill.reference import recurrence_step
+from pallas_kernels.rounding import round_to
 
 
 class KdaDecodeOutput(NamedTuple):
@@ -33,7 +34,7 @@ def kda_decode(qkv, gate, beta, output_gate, conv_weight, norm_weight, A_log, dt
         qkv, gate, beta, output_gate, slot = row
         window = jnp.concatenate([stacks.read(conv_pool, layer, slot), qkv[..., None]], axis=-1)
         convolved = jnp.sum(window.astype(jnp.float32) * conv_weight.astype(jnp.float32), axis=-1)
-        q, k, v = kda_math.round_to(jax.nn.silu(convolved), dtype)
+        q, k, v = round_to(jax.nn.silu(convolved), dtype)
         out, state = recurrence_step(
             stacks.read(state_pool, layer, slot),
             kda_math.l2_normalize(q) * key_width**-0.5,
@@ -42,7 +43,7 @@ def kda_decode(qkv, gate, beta, output_gate, conv_weight, norm_weight, A_log, dt
             kda_math.decay_gate(gate, A_log, dt_bias, lower_bound),
             jax.nn.sigmoid(beta.astype(jnp.float32)),
         )
-        out = kda_math.gated_rms_norm(kda_math.round_to(out, dtype), output_gate, norm_weight, norm_eps)
+        out = kda_math.gated_rms_norm(round_to(out, dtype), output_gate, norm_weight, norm_eps)
         used = (slot > 0)[None]
         pools = (
             stacks.write(conv_pool, layer, (slot[None],), window[None, ..., 1:], used),

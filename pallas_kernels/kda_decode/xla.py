@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import kda_math, stacks
 from pallas_kernels.kda_decode.reference import KdaDecodeOutput
+from pallas_kernels.rounding import round_to
 
 
 def kda_decode(qkv, gate, beta, output_gate, conv_weight, norm_weight, A_log, dt_bias, conv_pool, state_pool, layer,
@@ -18,7 +19,7 @@ def kda_decode(qkv, gate, beta, output_gate, conv_weight, norm_weight, A_log, dt
     dtype, used = qkv.dtype, slots > 0
     tails = stacks.read(conv_pool, layer, slots)
     taps = [tails[..., index] for index in range(tails.shape[-1])] + [qkv]
-    convolved = kda_math.round_to(kda_math.conv_silu(taps, conv_weight), dtype)
+    convolved = round_to(kda_math.conv_silu(taps, conv_weight), dtype)
     q = kda_math.l2_normalize(convolved[:, 0]) * qkv.shape[-1] ** -0.5
     k, v = kda_math.l2_normalize(convolved[:, 1]), convolved[:, 2]
     decay = jnp.exp(kda_math.decay_gate(gate, A_log, dt_bias, lower_bound))
@@ -30,7 +31,7 @@ def kda_decode(qkv, gate, beta, output_gate, conv_weight, norm_weight, A_log, dt
     out = read[0] + jnp.sum(q * k, axis=-1, keepdims=True) * update
     states = states * decay[:, :, None] + update[..., None] * k[:, :, None]
 
-    out = kda_math.gated_rms_norm(kda_math.round_to(out, dtype), output_gate, norm_weight, norm_eps)
+    out = kda_math.gated_rms_norm(round_to(out, dtype), output_gate, norm_weight, norm_eps)
     return KdaDecodeOutput(
         jnp.where(used[:, None, None], out, 0).astype(dtype),
         stacks.write(conv_pool, layer, (slots,), jnp.stack(taps[1:], axis=-1), used),
