@@ -42,7 +42,8 @@ def main() -> None:
     prompt = [1 + number % (lm.config.vocab_size - 1) for number in range(arguments.prompt_tokens)]
     runs = [
         k3jax.generate(
-            lm, prompt, max_new_tokens=arguments.new_tokens, ignore_eos=True, chunk=arguments.chunk
+            lm, prompt, k3jax.SamplingParams(temperature=0), max_new_tokens=arguments.new_tokens, ignore_eos=True,
+            chunk=arguments.chunk,
         ).timings
         for _ in range(arguments.repeats + 1)
     ]

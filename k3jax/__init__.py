@@ -15,6 +15,8 @@ _HOME = {
     "K3Config": "k3jax.config",
     "K3ForCausalLM": "k3jax.model",
     "LanguageModel": "k3jax.language_model",
+    "SamplingParams": "k3jax.sampling",
+    "TokenLogprobs": "k3jax.generation",
     "UserError": "k3jax.errors",
     "generate": "k3jax.generation",
     "load": "k3jax.language_model",

@@ -85,9 +85,9 @@ class KimiDeltaAttention(DeclaredModule):
         qkv_proj, qkv_conv, a_log, dt_bias, f_a, f_b, b_proj, o_norm, o_proj = self.layer_params(
             layer, "qkv_proj", "qkv_conv", "A_log", "dt_bias", "f_a_proj", "f_b_proj", "b_proj", "o_norm", "o_proj"
         )
-        qkv = project("td,chkd->tchk", x, qkv_proj)
-        decay = project("tr,hkr->thk", project("td,rd->tr", x, f_a), f_b)
-        beta = project("td,hd->th", x, b_proj)
+        qkv = project(x, qkv_proj, parts=True)
+        decay = project(project(x, f_a), f_b)
+        beta = project(x, b_proj)
         output_gate = self._output_gate(x, layer)
         bound, eps = self.config.gate_lower_bound, self.config.rms_norm_eps
 
@@ -107,15 +107,15 @@ class KimiDeltaAttention(DeclaredModule):
                 "kda_decay": decay_gate(decay, a_log, dt_bias, bound),
                 "kda_beta": jax.nn.sigmoid(beta.astype(jnp.float32)),
             }
-        out = project("tc,dc->td", heads.reshape(x.shape[0], -1), o_proj)
+        out = project(heads.reshape(x.shape[0], -1), o_proj)
         return out, state.replace(conv_tail=conv_tail, kda_state=kda_state), snapshots, captured
 
     def _output_gate(self, x: jax.Array, layer: jax.Array) -> jax.Array:
         """[T, H, V] raw output gate: full rank in K3, rank K in Kimi-Linear."""
         if self.config.use_full_rank_gate:
-            return project("td,hvd->thv", x, *self.layer_params(layer, "g_proj"))
+            return project(x, *self.layer_params(layer, "g_proj"))
         g_a, g_b = self.layer_params(layer, "g_a_proj", "g_b_proj")
-        return project("tr,hvr->thv", project("td,rd->tr", x, g_a), g_b)
+        return project(project(x, g_a), g_b)
 
     def _prefill(self, qkv, decay, beta, qkv_conv, a_log, dt_bias, layer, state: DecodeState, batch: PrefillBatch,
                  snapshots: Snapshots):

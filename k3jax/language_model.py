@@ -10,9 +10,11 @@ from jax.sharding import Mesh
 
 from k3jax.catalog import Description, describe
 from k3jax.checkpoint import Repository, detect_expert_format, load_params, random_params
+from k3jax.checkpoint.orbax.manifest import is_converted
 from k3jax.config import K3Config
 from k3jax.errors import UserError
 from k3jax.model import K3ForCausalLM
+from k3jax.sampling.defaults import GenerationDefaults
 from k3jax.tokenizer import Tokenizer
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -27,6 +29,7 @@ class LanguageModel:
       model: the Flax module.
       params: its parameters, as `model.apply({"params": params}, ...)` takes them.
       tokenizer: None when the checkpoint has no tokenizer files.
+      defaults: settings for generation, from the checkpoint's `generation_config.json` where it has one.
       dtype: of activations.
       load_seconds: time that loading took.
     """
@@ -35,13 +38,14 @@ class LanguageModel:
     model: K3ForCausalLM
     params: dict[str, Any]
     tokenizer: Tokenizer | None
+    defaults: GenerationDefaults
     dtype: Any
     load_seconds: float
 
     @property
     def description(self) -> Description:
         """The model without its weights."""
-        return Description(self.config, self.tokenizer, None)
+        return Description(self.config, self.tokenizer, None, self.defaults)
 
 
 def load(checkpoint: str | pathlib.Path = "demo", *, dtype: str = "bfloat16", mesh: Mesh | None = None, seed: int = 0,
@@ -49,8 +53,8 @@ def load(checkpoint: str | pathlib.Path = "demo", *, dtype: str = "bfloat16", me
     """Loads a model.
 
     Args:
-      checkpoint: a Hugging Face directory of Kimi K3 or Kimi-Linear; `demo`, a small model with random weights; or
-        `random:PRESET[:layers]`, random weights in the true layout.
+      checkpoint: a Hugging Face directory of Kimi K3 or Kimi-Linear, or what `python -m k3jax.convert` made of it;
+        `demo`, a small model with random weights; or `random:PRESET[:layers]`, random weights in the true layout.
       dtype: "float32" or "bfloat16", of activations and of the weights that are bfloat16 in the checkpoint. Weights in
         float32 and MXFP4 stay what they are.
       mesh: devices to spread the parameters over (see `sharding`); None = the default device.
@@ -64,13 +68,18 @@ def load(checkpoint: str | pathlib.Path = "demo", *, dtype: str = "bfloat16", me
         raise UserError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     start = time.perf_counter()
     real_dtype = DTYPES[dtype]
-    config, tokenizer, directory = describe(checkpoint)
+    config, tokenizer, directory, defaults = describe(checkpoint)
     if directory is None:
         params = random_params(config, real_dtype, seed, mesh=mesh, progress=progress)
+    elif is_converted(directory):
+        # Importing Orbax takes a second, which other checkpoints need not wait for.
+        from k3jax.checkpoint.orbax.loading import load_converted
+
+        params = load_converted(config, directory, real_dtype, mesh=mesh, progress=progress)
     else:
         repository = Repository.open(directory)
         config = dataclasses.replace(config, expert_format=detect_expert_format(repository))
         params = load_params(config, repository, real_dtype, mesh=mesh, progress=progress)
     return LanguageModel(
-        config, K3ForCausalLM(config, real_dtype), params, tokenizer, real_dtype, time.perf_counter() - start
+        config, K3ForCausalLM(config, real_dtype), params, tokenizer, defaults, real_dtype, time.perf_counter() - start
     )

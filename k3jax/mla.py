@@ -87,22 +87,22 @@ class MultiHeadLatentAttention(DeclaredModule):
                 query, latent, kv_b_proj, state.mla_pages, layer, batch.page_table, batch.context_lens, batch.cu_seqlens
             )
         if self.config.mla_use_output_gate:
-            gate = project("td,hvd->thv", x, *self.layer_params(layer, "g_proj"))
+            gate = project(x, *self.layer_params(layer, "g_proj"))
             gate = jax.nn.sigmoid(gate.astype(jnp.float32))
             heads = (heads.astype(jnp.float32) * gate).astype(x.dtype)
-        out = project("tc,dc->td", heads.reshape(x.shape[0], -1), *self.layer_params(layer, "o_proj"))
+        out = project(heads.reshape(x.shape[0], -1), *self.layer_params(layer, "o_proj"))
         return out, state.replace(mla_pages=pages)
 
     def _query(self, x: jax.Array, layer: jax.Array) -> jax.Array:
         """[T, H, Dn + Dr], straight from the hidden state or through the normed query latent."""
         if not self.config.q_lora_rank:
-            return project("td,hkd->thk", x, *self.layer_params(layer, "q_proj"))
+            return project(x, *self.layer_params(layer, "q_proj"))
         q_a, q_norm, q_b = self.layer_params(layer, "q_a_proj", "q_a_norm", "q_b_proj")
-        return project("tr,hkr->thk", rms_norm(project("td,rd->tr", x, q_a), q_norm, LATENT_NORM_EPS), q_b)
+        return project(rms_norm(project(x, q_a), q_norm, LATENT_NORM_EPS), q_b)
 
     def _latent(self, x: jax.Array, layer: jax.Array) -> jax.Array:
         """[T, R + Dr] what is cached: the normed latent and the shared key, which is neither normed nor rotated."""
         kv_a, kv_norm = self.layer_params(layer, "kv_a_proj", "kv_a_norm")
-        both = project("td,rd->tr", x, kv_a)
+        both = project(x, kv_a)
         latent, key = jnp.split(both, [self.config.kv_lora_rank], axis=-1)
         return jnp.concatenate([rms_norm(latent, kv_norm, LATENT_NORM_EPS), key], axis=-1)

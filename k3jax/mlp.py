@@ -43,8 +43,8 @@ def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, act: Silu | Sit
     Returns:
       [T, D] in x's dtype.
     """
-    gate, up = project("td,cid->cti", x, gate_up, jnp.float32)
-    return project("ti,di->td", act(gate, up).astype(x.dtype), down)
+    both = project(x, gate_up, parts=True, dtype=jnp.float32)
+    return project(act(both[:, 0], both[:, 1]).astype(x.dtype), down)
 
 
 class DenseMlp(DeclaredModule):

@@ -29,7 +29,9 @@ class ModelOutput(NamedTuple):
       snapshots: states at `batch.snapshot_positions`; none after a decode step.
       intermediates: what `capture=True` asks for, each stacked over the layers that have it: `attention_input`,
         `attention_output`, `mlp_input`, `mlp_output` [L, T, D], `router_scores`, `router_ids`, `router_weights`,
-        `kda_decay`, `kda_beta`, and `block_residuals` [blocks, T, D].
+        `kda_decay`, `kda_beta`. With AttnRes also `attention_sources`, `mlp_sources` [L, T, blocks + 1] and
+        `output_sources` [rows, blocks + 1], the softmax weights over the blocks and, last, the running sum; and
+        `block_residuals` [blocks, T, D].
     """
 
     logits: jax.Array
@@ -64,7 +66,7 @@ class Embeddings(DeclaredModule):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[T, D] -> [T, vocabulary] float32."""
-        return project("td,vd->tv", x, self.params["lm_head"], jnp.float32)
+        return project(x, self.params["lm_head"], dtype=jnp.float32)
 
 
 class K3ForCausalLM(nn.Module):
@@ -135,8 +137,9 @@ class K3ForCausalLM(nn.Module):
         if capture and self.config.attn_res_block_size:
             intermediates["block_residuals"] = carry.stream.blocks[:-1]
         rows = batch.last_rows() if logit_rows is None else logit_rows
-        logits = self.embeddings.logits(self.output(carry.stream.take(rows)))
-        return ModelOutput(logits, carry.state, carry.snapshots, intermediates)
+        x, taken = self.output(carry.stream.take(rows), capture)
+        logits = self.embeddings.logits(x)
+        return ModelOutput(logits, carry.state, carry.snapshots, {**intermediates, **taken})
 
     def _no_snapshots(self, state: DecodeState, batch: Batch) -> Snapshots:
         """Zeros for every snapshot that the batch may ask for."""
@@ -171,23 +174,23 @@ class K3ForCausalLM(nn.Module):
         attention, mlp = kind
         captured = {}
         with jax.named_scope(attention):
-            x, stream = self.layer_inputs.attention(carry.stream, layer)
+            x, stream, sources = self.layer_inputs.attention(carry.stream, layer, capture)
             index = self._index(attention, layer)
             if attention == "kda":
                 out, state, snapshots, taken = self.kda(x, index, carry.state, batch, carry.snapshots, capture)
             else:
                 (out, state), snapshots, taken = self.mla(x, index, carry.state, batch), carry.snapshots, {}
             stream = stream.replace(delta=out)
-        captured |= {"attention_input": x, "attention_output": out, **taken}
+        captured |= {"attention_input": x, "attention_output": out, **sources, **taken}
         with jax.named_scope(mlp):
-            x, stream = self.layer_inputs.mlp(stream, layer)
+            x, stream, sources = self.layer_inputs.mlp(stream, layer, capture)
             index = self._index(mlp, layer)
             if mlp == "moe":
                 out, taken = self.moe(x, index, used, capture)
             else:
                 out, taken = self.dense_mlp(x, index), {}
             stream = stream.replace(delta=out)
-        captured |= {"mlp_input": x, "mlp_output": out, **taken}
+        captured |= {"mlp_input": x, "mlp_output": out, **sources, **taken}
         return _Carry(stream, state, snapshots), captured if capture else {}
 
     def _index(self, kind: str, layer: jax.Array) -> jax.Array:

@@ -111,7 +111,7 @@ class MixtureOfExperts(DeclaredModule):
         )
         latent = x
         if config.routed_expert_hidden_size:
-            latent = project("td,ed->te", x, *self.layer_params(layer, "latent_down"))
+            latent = project(x, *self.layer_params(layer, "latent_down"))
         out = moe_mlp(
             latent, jnp.where(used[:, None], routing.ids, -1), routing.weights, self._experts("experts_gate_up"),
             self._experts("experts_down"), layer, activation=activation(config),
@@ -119,7 +119,7 @@ class MixtureOfExperts(DeclaredModule):
         if config.latent_moe_use_norm:
             out = rms_norm(out, *self.layer_params(layer, "latent_norm"), config.rms_norm_eps)
         if config.routed_expert_hidden_size:
-            out = project("te,de->td", out, *self.layer_params(layer, "latent_up"))
+            out = project(out, *self.layer_params(layer, "latent_up"))
         if config.num_shared_experts:
             shared = self.layer_params(layer, "shared_gate_up", "shared_down")
             out = out + gated_mlp(x, *shared, activation(config))

@@ -11,6 +11,7 @@ from k3jax.layers import rms_norm
 from k3jax.modules import DeclaredModule
 from k3jax.weights import Source, Weight, norm, normal, stacked
 from pallas_kernels.attn_res import attn_res
+from pallas_kernels.attn_res.reference import source_weights as attn_res_weights
 
 
 @flax.struct.dataclass
@@ -83,19 +84,25 @@ class LayerInputs(DeclaredModule):
             **_mix_weights(config, "mlp"),
         })
 
-    def attention(self, stream: Residual, layer: jax.Array) -> tuple[jax.Array, Residual]:
-        """[T, D] normed input of a layer's attention; a block starts after the input is formed."""
-        x, stream = self._input(stream, layer, "self_attention", "attention_norm")
+    def attention(self, stream: Residual, layer: jax.Array,
+                  capture: bool = False) -> tuple[jax.Array, Residual, dict[str, jax.Array]]:
+        """[T, D] normed input of a layer's attention, the stream, and what was captured.
+
+        A block starts after the input is formed.
+        """
+        x, stream, captured = self._input(stream, layer, "attention", "self_attention", capture)
         block = self.config.attn_res_block_size
-        return x, stream.start_block(layer % block == 0) if block else stream
+        return x, stream.start_block(layer % block == 0) if block else stream, captured
 
-    def mlp(self, stream: Residual, layer: jax.Array) -> tuple[jax.Array, Residual]:
-        """[T, D] normed input of a layer's MLP."""
-        return self._input(stream, layer, "mlp", "mlp_norm")
+    def mlp(self, stream: Residual, layer: jax.Array,
+            capture: bool = False) -> tuple[jax.Array, Residual, dict[str, jax.Array]]:
+        """[T, D] normed input of a layer's MLP, the stream, and what was captured."""
+        return self._input(stream, layer, "mlp", "mlp", capture)
 
-    def _input(self, stream: Residual, layer: jax.Array, mix: str, norm_name: str) -> tuple[jax.Array, Residual]:
-        weights = self.layer_params(layer, norm_name, *_mix_weights(self.config, mix))
-        return mix_and_norm(stream, weights[0], weights[1:], self.config.rms_norm_eps)
+    def _input(self, stream: Residual, layer: jax.Array, sublayer: str, mix_name: str, capture: bool):
+        norm_weight, *mix = self.layer_params(layer, f"{sublayer}_norm", *_mix_weights(self.config, mix_name))
+        x, stream = mix_and_norm(stream, norm_weight, mix, self.config.rms_norm_eps)
+        return x, stream, source_weights(stream, mix, self.config.rms_norm_eps, sublayer) if capture else {}
 
 
 class OutputMix(DeclaredModule):
@@ -109,10 +116,11 @@ class OutputMix(DeclaredModule):
         }
         return {"norm": norm("model.norm.weight", config.hidden_size, "embed"), **mix}
 
-    def __call__(self, stream: Residual) -> jax.Array:
-        """[T, D] input of the head."""
+    def __call__(self, stream: Residual, capture: bool = False) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """[T, D] input of the head, and what was captured."""
         final_norm, *mix = self.params.values()
-        return mix_and_norm(stream, final_norm, mix, self.config.rms_norm_eps)[0]
+        x, stream = mix_and_norm(stream, final_norm, mix, self.config.rms_norm_eps)
+        return x, source_weights(stream, mix, self.config.rms_norm_eps, "output") if capture else {}
 
 
 def _top_level(weight: Weight) -> Weight:
@@ -142,3 +150,20 @@ def mix_and_norm(stream: Residual, norm_weight: jax.Array, mix: list[jax.Array],
         prefix = stream.prefix + stream.delta
         x = rms_norm(prefix, norm_weight, eps)
     return x, stream.replace(prefix=prefix, delta=jnp.zeros_like(prefix))
+
+
+def source_weights(stream: Residual, mix: list[jax.Array], eps: float, name: str) -> dict[str, jax.Array]:
+    """How much a mix took from each source: `{name}_sources` [T, blocks + 1] float32, which sum to 1 for a token.
+
+    The last is the running sum; unfilled blocks have 0. Nothing without AttnRes.
+
+    Args:
+      stream: as `mix_and_norm` returned it, before a block starts.
+      mix, eps: as given to `mix_and_norm`.
+      name: of the sublayer.
+    """
+    if not mix:
+        return {}
+    # The row for scratch behind the blocks is never filled.
+    weights = attn_res_weights(stream.blocks[:-1], stream.num_blocks, stream.prefix, *mix, eps=eps)
+    return {f"{name}_sources": weights.T}

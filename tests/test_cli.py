@@ -45,27 +45,44 @@ def run(*arguments, env, **options):
     )
 
 
+def with_generation_config(name: str, directory: pathlib.Path, **values) -> pathlib.Path:
+    """A golden checkpoint that comes with a `generation_config.json`."""
+    directory.mkdir()
+    for file in tiny_checkpoint(name).iterdir():
+        (directory / file.name).symlink_to(file)
+    (directory / "generation_config.json").write_text(json.dumps(values))
+    return directory
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_reproduces_the_golden_tokens_and_logits(name, tmp_path, environment):
+    if name == "k3-tiny":
+        arguments = ["--checkpoint", with_generation_config(name, tmp_path / "model", do_sample=False)]
+    else:
+        arguments = ["--checkpoint", tiny_checkpoint(name), "--temperature", 0]
+    (tmp_path / "out").mkdir()
     decode, prompt = vectors(name, "decode"), vectors(name, "len37")
     assert np.array_equal(decode["prompt_ids"], prompt["input_ids"])
-    out = tmp_path / "logits.npz"
+    out = tmp_path / "out" / "logits.npz"
     done = run(
-        "--checkpoint", tiny_checkpoint(name), "--prompt-ids", ",".join(map(str, decode["prompt_ids"])),
+        *arguments, "--prompt-ids", ",".join(map(str, decode["prompt_ids"])),
         "--max-new-tokens", 32, "--ignore-eos", "--dtype", "float32", "--chunk", 16, "--json",
-        "--logits-out", out, env=environment,
+        "--logprobs", 1, "--logits-out", out, env=environment,
     )
     assert done.returncode == 0, done.stderr.decode()
     result = json.loads(done.stdout)
     assert result["token_ids"] == decode["tokens"].tolist()
-    assert result["finish_reason"] == "length"
+    assert (result["finish_reason"], result["stop_reason"], result["seed"]) == ("length", None, None)
+    assert [own["top"][0] for own in result["logprobs"]] == [
+        [token, own["logprob"]] for token, own in zip(result["token_ids"], result["logprobs"])
+    ]
     assert result["usage"] == {"prompt_tokens": 37, "completion_tokens": 32, "total_tokens": 69}
     assert set(result["timings"]) == TIMINGS
     assert (result["text"] is None) == (not (DATA / name / "tiktoken.model").exists())
     with np.load(out) as arrays:
         assert arrays.files == ["logits"] and arrays["logits"].dtype == np.float32
         assert np.abs(arrays["logits"] - prompt["logits_fp64"]).max() <= 1e-4
-    assert [path.name for path in tmp_path.iterdir()] == ["logits.npz"]
+    assert [path.name for path in out.parent.iterdir()] == ["logits.npz"]
 
 
 def test_demo_streams_text_and_ends_with_statistics(environment):
@@ -73,19 +90,27 @@ def test_demo_streams_text_and_ends_with_statistics(environment):
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode("utf-8").endswith("\n") and len(done.stdout) > 1
     statistics = done.stderr.decode().splitlines()[-1]
-    for word in ("load", "compile", "prefill", "decode", "tok/s", "peak memory"):
+    for word in ("load", "compile", "prefill", "decode", "tok/s", "peak memory", "seed "):
         assert word in statistics
     cache = pathlib.Path(environment["XDG_CACHE_HOME"]) / "k3jax" / "jit"
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
 def test_json_equals_the_streamed_text(environment):
-    options = ["--prompt", "héllo", "--max-new-tokens", 12, "--ignore-eos"]
-    streamed = run(*options, env=environment)
-    result = json.loads(run(*options, "--json", env=environment).stdout)
-    piped = json.loads(run(*options[2:], "--json", env=environment, stdin=None, input="héllo".encode()).stdout)
+    prompt = "héllo<|open|>"
+    options = ["--markup", "--max-new-tokens", 12, "--ignore-eos", "--seed", 2**62 + 1, "--top-k", 100]
+    streamed = run("--prompt", prompt, *options, env=environment)
+    result = json.loads(run("--prompt", prompt, *options, "--json", env=environment).stdout)
     assert streamed.stdout.decode() == result["text"] + "\n"
-    assert piped["token_ids"] == result["token_ids"] and result["usage"]["prompt_tokens"] == 6
+    assert b"seed 4611686018427387905, finished by length" in streamed.stderr
+    assert result["usage"]["prompt_tokens"] == 7 and result["seed"] == 2**62 + 1 and result["logprobs"] is None
+    ids, letter = result["token_ids"], result["text"].strip("\ufffd")[-1]
+    piped = json.loads(run(
+        *options, "--json", "--stop", "never", "--stop", letter, env=environment, stdin=None, input=prompt.encode()
+    ).stdout)
+    assert piped["text"] == result["text"][: result["text"].index(letter)]
+    assert piped["token_ids"] == ids[: len(piped["token_ids"])]
+    assert (piped["finish_reason"], piped["stop_reason"]) == ("stop", letter)
 
 
 def test_ctrl_c_prints_what_was_made(environment):
@@ -139,10 +164,27 @@ MISTAKES = {
     "limit not a number": (["--prompt", "x", "--max-new-tokens", "many"], "'many' is not a whole number"),
     "chunk of nothing": (["--prompt", "x", "--chunk", "0"], "--chunk: '0' is not a whole number of at least 1"),
     "negative seed": (["--prompt", "x", "--seed=-1"], "--seed: '-1' is not a whole number of at least 0"),
-    "sampling": (["--prompt", "x", "--temperature", "0.7"], "0.7 asks for sampling, which is not there yet"),
-    "temperature not a number": (["--prompt", "x", "--temperature", "nan"], "nan asks for sampling"),
+    "seed too large": (["--prompt", "x", "--seed", str(2**63)], "seed is 9223372036854775808, expected a whole number"),
+    "temperature": (["--prompt", "x", "--temperature", "nan"], "temperature is nan, expected a number of at least 0"),
+    "temperature not a number": (["--prompt", "x", "--temperature", "hot"], "--temperature: 'hot' is not a number"),
+    "top-k": (["--prompt", "x", "--top-k=-1"], "--top-k: '-1' is not a whole number of at least 0"),
+    "top-p": (["--prompt", "x", "--top-p", "1.5"], "top_p is 1.5, expected a number above 0 and at most 1"),
+    "min-p": (["--prompt", "x", "--min-p=-0.5"], "min_p is -0.5, expected a number from 0 (off) to 1"),
+    "repetition penalty": (["--prompt", "x", "--repetition-penalty", "0"], "repetition_penalty is 0.0, expected"),
+    "presence penalty": (["--prompt", "x", "--presence-penalty", "3"], "presence_penalty is 3.0, expected"),
+    "empty stop string": (["--prompt", "x", "--stop", ""], "stop is ('',), expected texts of at least one character"),
+    "stop string not UTF-8": (["--prompt", "x", "--stop", "a\udcff"], "stop is ('a\\udcff',), expected texts"),
+    "stop string without tokenizer": (
+        ["--checkpoint", NO_TOKENIZER, "--prompt-ids", "1", "--stop", "x"], "has no tokenizer files"
+    ),
+    "stop ids not numbers": (["--prompt", "x", "--stop-ids", "x"], "--stop-ids: 'x' is not a list of token ids"),
+    "stop id too large": (["--prompt", "x", "--stop-ids", "3,512"], "stop token id 512 is outside the vocabulary"),
+    "stop id negative": (["--prompt", "x", "--stop-ids=-1"], "stop_token_ids is (-1,), expected token ids"),
+    "too many logprobs": (["--prompt", "x", "--json", "--logprobs", "21"], "logprobs is 21, expected a whole number"),
+    "logprobs unseen": (["--prompt", "x", "--logprobs", "1"], "--logprobs are printed with --json only"),
+    "markup in ids": (["--prompt-ids", "1", "--markup"], "--markup is about text"),
     "dtype": (["--prompt", "x", "--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
-    "unknown option": (["--prompt", "x", "--top-k", "3"], "--top-k"),
+    "unknown option": (["--prompt", "x", "--beams", "3"], "--beams"),
     "text and ids": (["--prompt", "x", "--prompt-ids", "1"], "not allowed with argument --prompt"),
     "text and file": (["--prompt", "x", "--prompt-file", "y"], "not allowed with argument --prompt"),
     "file and ids": (["--prompt-file", "x", "--prompt-ids", "1"], "not allowed with argument --prompt-file"),
@@ -202,6 +244,20 @@ def test_bad_standard_input(data, message, capsys, monkeypatch, tmp_path):
 def test_nothing_is_loaded_before_a_mistake_is_found(arguments, capsys, monkeypatch):
     monkeypatch.setattr(k3jax, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     assert main(arguments) == 2
+
+
+def test_jax_is_not_imported_before_a_mistake_is_found(tmp_path):
+    directory = with_generation_config("k3-tiny", tmp_path / "model", temperature=-1)
+    code = "import sys; from k3jax.cli.generate import main; print(main(sys.argv[1:]), 'jax' in sys.modules)"
+    for arguments, message in (
+        (["--checkpoint", directory, "--prompt", "x"], f"{directory}/generation_config.json: temperature is -1"),
+        (["--prompt", "x", "--stop-ids", "600"], "stop token id 600"),
+        (["--prompt-ids", "600"], "token id 600"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout == "2 False\n" and message in done.stderr
 
 
 def test_a_failure_while_loading_leaves_no_output(tmp_path, capsys):

@@ -47,15 +47,18 @@ def test_without_padding(name):
     close(prefilled(name, 37, rows=37).logits, vectors(name, "len37")["logits_fp64"], 1e-4)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", TINY)
-def test_bfloat16_is_as_close_as_the_reference(name, length):
-    expected = vectors(name, f"len{length}")["logits_fp64"].astype(np.float64)
-    logits = np.asarray(prefilled(name, length, "bfloat16").logits, np.float64)
-    which = LENGTHS.index(length)
-    assert np.sqrt(np.mean((logits - expected) ** 2)) <= 1.5 * BFLOAT16_RMS[name][which]
-    same = np.mean(logits.argmax(-1) == expected.argmax(-1))
-    assert same >= BFLOAT16_SAME_ARGMAX[name][which] - 0.05
+def test_bfloat16_is_as_close_as_the_reference(name):
+    """Over all positions together: at a single one a rounding can flip an expert, which says nothing."""
+    square_errors, same = 0.0, 0
+    for length in LENGTHS:
+        expected = vectors(name, f"len{length}")["logits_fp64"].astype(np.float64)
+        logits = np.asarray(prefilled(name, length, "bfloat16").logits, np.float64)
+        square_errors += length * np.mean((logits - expected) ** 2)
+        same += np.sum(logits.argmax(-1) == expected.argmax(-1))
+    reference = sum(length * rms**2 for length, rms in zip(LENGTHS, BFLOAT16_RMS[name]))
+    assert square_errors <= 1.2**2 * reference
+    assert same / sum(LENGTHS) >= np.average(BFLOAT16_SAME_ARGMAX[name], weights=LENGTHS) - 0.02
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -93,6 +96,24 @@ def test_hidden_states(name):
     close(taken["kda_decay"], golden["kda_decay"], 2e-5)
     if "block_residuals" in golden:
         close(taken["block_residuals"], golden["block_residuals"], 5e-5)
+
+
+def test_attn_res_sources():
+    """The captured weights make the golden inputs of all sublayers out of the golden outputs of those before."""
+    golden, taken = vectors("k3-tiny", "len37"), prefilled("k3-tiny", 37).intermediates
+    blocks, running, filled = golden["block_residuals"].astype(np.float64), golden["block_residuals"][0], 0
+    for layer in range(14):
+        for mix, out, expected in (("attention", "attn_out", "attn_in"), ("mlp", "mlp_out", "mlp_in")):
+            weights = np.asarray(taken[f"{mix}_sources"][layer, golden["rows"]], np.float64)
+            close(weights.sum(-1), 1, 1e-6)
+            assert not weights[:, filled:-1].any()
+            sources = [*blocks[:filled], running]
+            mixed = sum(weights[:, index, None] * source for index, source in zip([*range(filled), -1], sources))
+            close(mixed, golden[expected][layer], 1e-4)
+            starts = mix == "attention" and layer % 4 == 0
+            running, filled = golden[out][layer] + (0 if starts else running), filled + starts
+    final = taken["output_sources"]
+    assert final.shape[-1] == 5 and np.allclose(final.sum(-1), 1)
 
 
 @pytest.mark.parametrize("name", TINY)

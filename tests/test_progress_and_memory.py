@@ -1,6 +1,8 @@
 """Reports of long work, and accounts of memory."""
 
 import io
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax import memory
 from k3jax.errors import UserError
-from k3jax.progress import progress
+from k3jax.progress import human_tokens, reporting, waiting
 
 
 class Clock:
@@ -29,11 +31,11 @@ def clock(monkeypatch):
     return clock
 
 
-def run(clock, stream, total: int, steps: int, seconds: float) -> None:
-    with progress(total, "loading", stream) as bar:
+def run(clock, stream, total: int, steps: int, seconds: float, **options) -> None:
+    with reporting(True, total, "loading", stream=stream, **options) as advance:
         for _ in range(steps):
             clock.now += seconds / steps
-            bar.advance(total // steps)
+            advance(total // steps)
 
 
 def test_short_work_is_silent(clock):
@@ -53,11 +55,27 @@ def test_lines_say_bytes_rate_and_time_left(clock):
 
 def test_failed_work_is_not_reported_as_done(clock):
     stream = io.StringIO()
-    with pytest.raises(KeyError), progress(10, "loading", stream) as bar:
+    with pytest.raises(KeyError), reporting(True, 10, "loading", stream=stream) as advance:
         clock.now += 3
-        bar.advance(1)
+        advance(1)
         raise KeyError
     assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_tokens_are_counted_as_such(clock):
+    stream = io.StringIO()
+    run(clock, stream, 10_000, 4, seconds=20, say=human_tokens)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "loading: 2,500 tokens of 10,000 tokens, 500 tokens/s, 15 s left"
+    assert lines[-1] == "loading: 10,000 tokens in 20 s, 500 tokens/s"
+
+
+def test_nothing_is_said_unasked(clock):
+    stream = io.StringIO()
+    with reporting(False, 10, "loading", stream=stream) as advance, waiting(False, "compiling", stream):
+        clock.now += 100
+        advance(10)
+    assert stream.getvalue() == ""
 
 
 class Terminal(io.StringIO):
@@ -70,7 +88,37 @@ def test_bar_on_a_terminal(clock):
     run(clock, stream, 1_000_000, 10, seconds=1)
     assert stream.getvalue() == ""
     run(clock, stream, 1_000_000, 10, seconds=4)
-    assert "loading" in stream.getvalue() and "1.0 MB" in stream.getvalue()
+    assert "loading" in stream.getvalue() and "1 MB of 1 MB, 250 kB/s" in stream.getvalue()
+
+
+@pytest.fixture
+def short_patience(monkeypatch):
+    monkeypatch.setattr("k3jax.progress.QUIET_SECONDS", 0.05)
+
+
+def wait_for(stream, text: str) -> None:
+    """Until the other thread has written it; ten seconds at most."""
+    end = time.monotonic() + 10
+    while text not in stream.getvalue() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["log", "terminal"])
+def test_waiting_is_shown_while_it_lasts(stream, short_patience):
+    with pytest.raises(KeyError), waiting(True, "compiling", stream):
+        wait_for(stream, "compiling")
+        assert "compiling" in stream.getvalue()
+        raise KeyError
+    if not stream.isatty():
+        assert stream.getvalue() == "compiling ...\ncompiling: 0 s\n"
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["log", "terminal"])
+def test_a_short_wait_is_silent(stream):
+    with waiting(True, "compiling", stream):
+        pass
+    assert stream.getvalue() == ""
+    assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Tokenizer: golden ids, incremental text, and damaged files."""
 
+import base64
+import functools
 import hashlib
 import json
 import os
@@ -8,11 +10,14 @@ import shutil
 
 import numpy as np
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3jax.errors import UserError
-from k3jax.tokenizer import ByteTokenizer, TiktokenTokenizer
+from k3jax.presets import preset
+from k3jax.tokenizer import ByteTokenizer, TiktokenTokenizer, check_tokenizer
+from k3jax.tokenizer.tokenizer import PATTERN
 
 FILES = pathlib.Path(__file__).parent / "data" / "tokenizer"
 GOLDEN = json.loads((FILES / "tokenizer_golden.json").read_text())
@@ -42,7 +47,55 @@ REAL_VECTORS = {
     "   ": "274",
     "\n\n\n": "3898",
     "price: ¥1,234.50": "18493,25,4331,98,16,11,18697,13,1643",
+    "<|kimi_image_placeholder|>": "27,91,74,30223,11947,114136,91,29",
+    # Pieces of Kimi K3's chat format.
+    "message": "2778", "think": "39964", "response": "12092", "tools": "25385", "call": "10257", "argument": "47185",
+    "json": "5534", " role": "6244", " type": "1798", " name": "1530", " index": "4002", " key": "2355",
+    " tool": "4453", '="': "878", '"': "1", "user": "2482", "assistant": "69702", "system": "14062", "tool": "20960",
+    "string": "2033", "number": "10006", "boolean": "16849", "null": "6562", "object": "3721", "array": "4392",
+    "tool-declare": "20960,120083,677", "thinking-effort": "130400,59991,470", "tool-choice": "20960,135230",
+    "response-format": "12092,46906",
 }
+
+# Names in the special slots of the published tokenizers, for each family.
+REAL_NAMES = {
+    "kimi-k3": {
+        163584: "[BOS]", 163585: "[EOS]", 163586: "<|end_of_msg|>", 163587: "<|open|>", 163588: "<|close|>",
+        163589: "<|sep|>", 163590: "[start_header_id]", 163591: "[end_header_id]", 163593: "[EOT]",
+        163594: "<|reserved_token_163594|>", 163601: "<|reserved_token_163601|>", 163602: "<|media_begin|>",
+        163603: "<|media_content|>", 163604: "<|media_end|>", 163605: "<|media_pad|>", 163649: "<osagent_mode>",
+        163838: "[UNK]", 163839: "[PAD]",
+    },
+    "kimi-k2": {
+        163584: "[BOS]", 163585: "[EOS]", 163586: "<|im_end|>", 163587: "<|im_user|>", 163588: "<|im_assistant|>",
+        163589: "<|reserved_token_163589|>", 163590: "<|start_header_id|>", 163591: "<|end_header_id|>",
+        163593: "[EOT]", 163594: "<|im_system|>", 163595: "<|tool_calls_section_begin|>",
+        163596: "<|tool_calls_section_end|>", 163597: "<|tool_call_begin|>", 163598: "<|tool_call_argument_begin|>",
+        163599: "<|tool_call_end|>", 163601: "<|im_middle|>", 163602: "<|media_begin|>", 163603: "<|media_content|>",
+        163604: "<|media_end|>", 163605: "<|media_pad|>", 163838: "[UNK]", 163839: "[PAD]",
+    },
+}
+
+# Texts with markers -> ids under the published vocabularies.
+REAL_MARKUP = {
+    "kimi-k3": {
+        "<|open|>message role=\"user\"<|sep|>": "163587,2778,6244,878,2482,1,163589",
+        "<|close|>message<|sep|><|end_of_msg|>": "163588,2778,163589,163586",
+        "<|media_begin|>image 640x480<|media_content|><|media_pad|><|media_end|>":
+            "163602,4017,220,24057,87,19665,163603,163605,163604",
+        "Need it.<|close|>think<|sep|><|open|>response<|sep|>Ok<|close|>response<|sep|>":
+            "20082,483,13,163588,39964,163589,163587,12092,163589,18345,163588,12092,163589",
+    },
+    "kimi-k2": {
+        "<|im_user|>user<|im_middle|>hi<|im_end|><|im_assistant|>assistant<|im_middle|>":
+            "163587,2482,163601,9663,163586,163588,69702,163601",
+        "<|open|>think<|sep|>": REAL_VECTORS["<|open|>think<|sep|>"],
+    },
+}
+
+
+def lines():
+    return (FILES / "tiktoken.model").read_bytes().splitlines()
 
 
 def stream(tokenizer, ids):
@@ -54,6 +107,11 @@ def stream(tokenizer, ids):
 def test_golden_ids(case):
     assert SMALL.encode(case["text"]) == case["ids_plain"]
     assert SMALL.decode(case["ids_plain"]) == case["text"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["texts"], ids=lambda case: repr(case["text"][:20]))
+def test_golden_ids_of_markup(case):
+    assert SMALL.encode(case["text"], markup=True) == case["ids_special_allowed"]
 
 
 @pytest.mark.parametrize("case", GOLDEN["long"], ids=lambda case: f"{case['unit']!r}x{case['repeat']}")
@@ -72,6 +130,55 @@ def test_text_is_cut_every_400_000_characters():
     text = "x " * 199_999 + "xhe"
     assert SMALL.encode("xhe") == [120, 285]
     assert SMALL.encode(text)[-4:] == [32, 120, 104, 101]
+
+
+@functools.cache
+def oracle() -> tiktoken.Encoding:
+    """tiktoken's own search for special tokens, which lets a name win wherever it is in the text."""
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines())}
+    return tiktoken.Encoding("oracle", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=GOLDEN["special_tokens"])
+
+
+PIECES = st.sampled_from([*list(GOLDEN["special_tokens"])[:12], "<|", "|>", "open", "[", " ", "\n", "天", "don't"])
+
+
+@given(text=st.lists(PIECES | st.text(max_size=4), max_size=8).map("".join))
+@settings(deadline=None, max_examples=200)
+def test_markup_agrees_with_tiktoken_and_plain_text_holds_no_marker(text):
+    ids = SMALL.encode(text, markup=True)
+    assert ids == oracle().encode(text, allowed_special="all")
+    assert not any(map(SMALL.is_special, SMALL.encode(text)))
+    assert SMALL.decode(ids) == SMALL.decode(SMALL.encode(text)) == text
+
+
+def test_where_one_name_begins_another_the_longer_wins():
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    tokenizer = TiktokenTokenizer(ranks, {256: "<a", 257: "<a>", 258: "<a>>"})
+    assert tokenizer.encode("<a>>><a<a>", markup=True) == [258, ord(">"), 256, 257]
+
+
+def test_long_texts_are_cut_between_markers():
+    """Each stretch of text is cut on its own, so a marker that lies across a 400,000th character stays whole."""
+    marker, text = "<|open|>", "x " * 199_999
+    assert SMALL.encode(text + marker + text, markup=True) == [*SMALL.encode(text), 643, *SMALL.encode(text)]
+    run = "message" * 3572  # 25,004 characters; the cut falls inside a word, which changes its ids
+    assert SMALL.encode(run + marker + run, markup=True) == [*SMALL.encode(run), 643, *SMALL.encode(run)]
+    assert len(SMALL.encode(run)) > len(SMALL.encode("message" * 3571)) + len(SMALL.encode("message"))
+
+
+def test_byte_tokenizer_knows_its_markers():
+    tokenizer = ByteTokenizer()
+    text = "a<|end_of_msg|><|reserved_token_300|>é"
+    assert tokenizer.encode(text, markup=True) == [97, 258, 300, *"é".encode()]
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode([97, 258, 300]) == text[:-1]
+
+
+@pytest.mark.parametrize("markup", [False, True])
+@pytest.mark.parametrize("tokenizer", [SMALL, ByteTokenizer()], ids=["tiktoken", "bytes"])
+def test_surrogates_are_joined_or_replaced(tokenizer, markup):
+    text = json.loads(r'"a\ud83d\ude42b\ud83dc"')
+    assert tokenizer.decode(tokenizer.encode(text, markup)) == "a🙂b\ufffdc"
 
 
 def test_special_tokens():
@@ -129,6 +236,24 @@ def test_special_tokens_stream_no_text_and_end_a_character():
     assert stream(ByteTokenizer(), [0xF0, 0x9F, 258, 0x99, 0x82]) == ["", "", "\ufffd", "\ufffd", "\ufffd", ""]
 
 
+@given(ids=st.lists(st.integers(0, 639) | st.integers(640, 895) | st.sampled_from([240, 159, 152, 0xED]), max_size=20))
+@settings(deadline=None, max_examples=300)
+def test_streamed_tokens_are_the_text_between_markers(ids):
+    """Nothing is lost, added or reordered, and at most three bytes wait."""
+    detokenizer, seen, run, expected = SMALL.detokenizer(), "", [], ""
+    for token in ids:
+        seen += detokenizer.push(token)
+        if SMALL.is_special(token):
+            expected, run = expected + SMALL.decode(run), []
+            assert seen == expected
+        else:
+            run.append(token)
+            data = b"".join(map(SMALL.token_bytes, run))
+            certain = [expected + data[: len(data) - held].decode("utf-8", "replace") for held in range(4)]
+            assert seen in certain
+    assert seen + detokenizer.flush() == expected + SMALL.decode(run)
+
+
 @pytest.mark.parametrize("tokenizer", [SMALL, ByteTokenizer()], ids=["tiktoken", "bytes"])
 @pytest.mark.parametrize("token", [-1, 1000])
 def test_unknown_id(tokenizer, token):
@@ -136,60 +261,47 @@ def test_unknown_id(tokenizer, token):
         tokenizer.decode([token])
 
 
-def lines():
-    return (FILES / "tiktoken.model").read_bytes().splitlines()
-
-
-DAMAGE = {
-    "missing": ("tiktoken.model", None, "cannot read .*tiktoken.model"),
-    "not base64": ("tiktoken.model", b"\n".join([*lines(), b"%%% 640"]), "line 641"),
-    "no rank": ("tiktoken.model", b"AA==\n", "line 1"),
-    "hole": ("tiktoken.model", b"\n".join(lines()[:-2] + lines()[-1:]), "line 639"),
-    "same token twice": ("tiktoken.model", b"\n".join([*lines(), lines()[-1].split()[0] + b" 640"]), "line 641"),
-    "a byte is missing": ("tiktoken.model", b"\n".join(lines()[:255]), "no token for byte 0xff"),
-    "binary": ("tiktoken.model", b"\x00\xff\xfe", "line 1"),
-    "no config": ("tokenizer_config.json", None, "cannot read .*tokenizer_config.json"),
-    "config not JSON": ("tokenizer_config.json", b"{", "no readable added_tokens_decoder"),
-    "config a list": ("tokenizer_config.json", b"[]", "no readable added_tokens_decoder"),
-    "outside the slots": (
-        "tokenizer_config.json", b'{"added_tokens_decoder": {"5": {"content": "x"}}}', "outside the slots 640..895",
-    ),
-    "name twice": (
-        "tokenizer_config.json",
-        b'{"added_tokens_decoder": {"640": {"content": "x"}, "641": {"content": "x"}}}',
-        "a name of its own",
-    ),
-}
-
-
-@pytest.mark.parametrize("file, content, message", DAMAGE.values(), ids=DAMAGE)
-def test_damaged_files(tmp_path, file, content, message):
-    for name in ("tiktoken.model", "tokenizer_config.json"):
-        shutil.copy(FILES / name, tmp_path)
-    (tmp_path / file).unlink()
-    if content is not None:
-        (tmp_path / file).write_bytes(content)
-    with pytest.raises(UserError, match=message) as raised:
-        TiktokenTokenizer.from_directory(tmp_path)
-    assert "\n" not in str(raised.value)
-
-
 @pytest.fixture(scope="module")
-def real(tmp_path_factory):
+def real_folder():
     folder = os.environ.get("K3JAX_TOKENIZER")
     if not folder:
         pytest.skip("K3JAX_TOKENIZER names no folder with the published tiktoken.model")
-    directory = tmp_path_factory.mktemp("tokenizer")
-    shutil.copy(pathlib.Path(folder) / "tiktoken.model", directory)
-    (directory / "tokenizer_config.json").write_text('{"added_tokens_decoder": {}}')
-    return TiktokenTokenizer.from_directory(directory)
+    return pathlib.Path(folder)
+
+
+@pytest.fixture(scope="module", params={"kimi-k3": "k3", "kimi-k2": "kimi-linear"}.items(), ids=lambda item: item[0])
+def real(request, real_folder, tmp_path_factory):
+    """(family, its published tokenizer)."""
+    family, name = request.param
+    config = real_folder / f"tokenizer_config.{name}.json"
+    if not config.exists():
+        pytest.skip(f"the folder of K3JAX_TOKENIZER has no {config.name}")
+    directory = tmp_path_factory.mktemp(family)
+    shutil.copy(real_folder / "tiktoken.model", directory)
+    shutil.copy(config, directory / "tokenizer_config.json")
+    return family, TiktokenTokenizer.from_directory(directory)
 
 
 def test_published_vocabulary(real):
-    assert (real.num_base_tokens, real.vocab_size) == (163584, 163840)
+    family, tokenizer = real
+    assert (tokenizer.num_base_tokens, tokenizer.vocab_size, tokenizer.family) == (163584, 163840, family)
     wrong = {
-        text: real.encode(text)
+        text: tokenizer.encode(text)
         for text, ids in REAL_VECTORS.items()
-        if ",".join(map(str, real.encode(text))) != ids or real.decode(real.encode(text)) != text
+        if ",".join(map(str, tokenizer.encode(text))) != ids or tokenizer.decode(tokenizer.encode(text)) != text
     }
     assert not wrong
+
+
+def test_published_markers(real):
+    family, tokenizer = real
+    assert {token_id: tokenizer.decode([token_id]) for token_id in REAL_NAMES[family]} == REAL_NAMES[family]
+    for text, ids in REAL_MARKUP[family].items():
+        assert tokenizer.encode(text, markup=True) == [int(token_id) for token_id in ids.split(",")]
+    check_tokenizer(tokenizer, preset({"kimi-k3": "kimi-k3", "kimi-k2": "kimi-linear-48b"}[family]))
+
+
+def test_published_character_of_two_tokens(real):
+    _, tokenizer = real
+    assert [tokenizer.token_bytes(token_id) for token_id in (5885, 46813)] == [b"\xf0\x9f", b"\x99\x82"]
+    assert stream(tokenizer, [5885, 46813, 163586]) == ["", "🙂", "", ""]

@@ -1,8 +1,22 @@
-"""Weights: from Hugging Face directories, or random."""
+"""Weights: from Hugging Face directories, converted ones, or random."""
 
-from k3jax.checkpoint.loading import load_params
-from k3jax.checkpoint.plan import LoadingPlan, plan_loading
-from k3jax.checkpoint.random_weights import random_params
-from k3jax.checkpoint.repository import Repository, detect_expert_format
+import importlib
 
-__all__ = ["LoadingPlan", "Repository", "detect_expert_format", "load_params", "plan_loading", "random_params"]
+# Name -> its module. Imported on first use: looking at a directory must not import JAX.
+_HOME = {
+    "LoadingPlan": "k3jax.checkpoint.plan",
+    "Repository": "k3jax.checkpoint.repository",
+    "detect_expert_format": "k3jax.checkpoint.repository",
+    "load_params": "k3jax.checkpoint.loading",
+    "plan_loading": "k3jax.checkpoint.plan",
+    "random_params": "k3jax.checkpoint.random_weights",
+}
+
+__all__ = [*_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'k3jax.checkpoint' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value

@@ -4,9 +4,8 @@ Each process reads just what its own devices hold, straight into the buffers tha
 """
 
 import concurrent.futures
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +18,11 @@ from k3jax.checkpoint.plan import LoadingPlan, PlannedWeight, plan_loading
 from k3jax.checkpoint.reading import ShardReader, empty
 from k3jax.checkpoint.repository import Repository
 from k3jax.checkpoint.safetensors import TensorInfo
-from k3jax.checkpoint.stacks import fill_stack, layer_sharding, weight_sharding
+from k3jax.checkpoint.stacks import abstract_params, fill_stack, layer_sharding
 from k3jax.config import K3Config
 from k3jax.memory import check_fits, required_bytes
 from k3jax.model import K3ForCausalLM
-from k3jax.progress import progress as progress_report
+from k3jax.progress import reporting
 from sharding import AXIS_RULES
 
 WHOLE_STACK_BYTES = 64 * 2**20
@@ -50,12 +49,11 @@ def load_params(config: K3Config, repository: Repository, dtype: Any, *, mesh: M
     Raises:
       UserError: the checkpoint does not fit the config or the memory, or holds values that are refused.
     """
-    plan = plan_loading(K3ForCausalLM.weights(config), config, repository)
-    shardings = [weight_sharding(planned.weight, planned.name, mesh, rules) for planned in plan.weights]
-    check_room(
-        jax.ShapeDtypeStruct(planned.weight.shape, planned.weight.dtype or dtype, sharding=sharding)
-        for planned, sharding in zip(plan.weights, shardings)
-    )
+    weights = K3ForCausalLM.weights(config)
+    plan = plan_loading(weights, config, repository)
+    abstract = abstract_params(weights, dtype, mesh, rules)
+    check_room(abstract.values())
+    shardings = [abstract[planned.path].sharding for planned in plan.weights]
     total_bytes = sum(map(_local_bytes, plan.weights, shardings))
     with ShardReader() as reader, reporting(progress, total_bytes, "loading weights") as advance:
         return read_params(plan, shardings, dtype, reader, advance)
@@ -92,7 +90,8 @@ def _load(planned: PlannedWeight, dtype: Any, sharding: Sharding, gatherer: Gath
         tensors = tuple(tensor for layer in planned.layers for tensor in layer)
         return _Placer(weight.shape, 1 + stacked_axes, dtype, sharding, gatherer).place(tensors)
     placer = _Placer(weight.shape[1:], stacked_axes, dtype, layer_sharding(sharding), gatherer)
-    return fill_stack(weight.shape, dtype, sharding, lambda index: placer.place(planned.layers[index]))
+    stack = jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding)
+    return fill_stack(stack, lambda index: placer.place(planned.layers[index]))
 
 
 class _Placer:
@@ -121,6 +120,11 @@ def local_boxes(shape: tuple[int, ...], sharding: Sharding) -> dict[jax.Device, 
     return {device: box_of(index, shape) for device, index in sharding.addressable_devices_indices_map(shape).items()}
 
 
+def local_elements(shape: tuple[int, ...], sharding: Sharding) -> int:
+    """How many elements of an array this process holds, each counted once."""
+    return sum(volume(box) for box in set(local_boxes(shape, sharding).values()))
+
+
 def set_path(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     """Puts a leaf into a nested dict."""
     for name in path[:-1]:
@@ -135,19 +139,8 @@ def check_room(abstract: Iterable[jax.ShapeDtypeStruct]) -> None:
     check_fits(required_bytes(abstract) * len(devices), "the weights", devices)
 
 
-@contextlib.contextmanager
-def reporting(wanted: bool, total_bytes: int, label: str) -> Iterator[Callable[[int], None]]:
-    """Gives a function to report bytes to, which does nothing where no report is wanted."""
-    if not wanted:
-        yield lambda count: None
-    else:
-        with progress_report(total_bytes, label) as report:
-            yield report.advance
-
-
 def _local_bytes(planned: PlannedWeight, sharding: Sharding) -> int:
     """How much of a weight this process reads."""
     shape = planned.weight.shape
-    boxes = set(local_boxes(shape, sharding).values())
     total = sum(tensor.nbytes for layer in planned.layers for tensor in layer)
-    return total * sum(volume(box) for box in boxes) // max(1, math.prod(shape))
+    return total * local_elements(shape, sharding) // max(1, math.prod(shape))

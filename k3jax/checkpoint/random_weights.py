@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from k3jax.checkpoint.hash_random import random_key
-from k3jax.checkpoint.loading import check_room, reporting, set_path
-from k3jax.checkpoint.stacks import weight_sharding
+from k3jax.checkpoint.loading import check_room, set_path
+from k3jax.checkpoint.stacks import abstract_params
 from k3jax.config import K3Config
 from k3jax.memory import required_bytes
 from k3jax.model import K3ForCausalLM
+from k3jax.progress import reporting
 from k3jax.weights import Weight, leaves
 from sharding import AXIS_RULES
 
@@ -42,13 +43,8 @@ def random_params(config: K3Config, dtype: Any, seed: int, *, mesh: Mesh | None 
     Raises:
       UserError: the devices have too little memory, or the mesh does not divide an axis.
     """
-    weights = dict(leaves(K3ForCausalLM.weights(config)))
-    abstract = {
-        path: jax.ShapeDtypeStruct(
-            weight.shape, weight.dtype or dtype, sharding=weight_sharding(weight, "/".join(path), mesh, rules)
-        )
-        for path, weight in weights.items()
-    }
+    tree = K3ForCausalLM.weights(config)
+    weights, abstract = dict(leaves(tree)), abstract_params(tree, dtype, mesh, rules)
     check_room(abstract.values())
     large = [path for path in weights if required_bytes(abstract[path]) > SMALL_BYTES]
     groups = [[path for path in weights if path not in large], *([path] for path in large)]

@@ -19,8 +19,9 @@ from k3jax.errors import UserError
 SCRATCH_BYTES = 16 * 2**20
 """Per thread, for parts that are converted or distributed after reading."""
 
-_DTYPES = {"BF16": jnp.dtype(jnp.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32),
-           "U8": np.dtype(np.uint8)}
+DTYPES = {"BF16": jnp.dtype(jnp.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32),
+          "U8": np.dtype(np.uint8)}
+"""Of tensors, by the header's name."""
 
 _ALIGNMENT = 64
 
@@ -95,7 +96,7 @@ def read_tensor(reader: ShardReader, tensor: TensorInfo, shape: tuple[int, ...],
         regions = [(around, targets)]  # They tile it: larger reads, scattered in memory.
     else:
         regions = [(box, [(box, out)]) for box, out in targets]
-    dtype = _DTYPES[tensor.dtype]
+    dtype = DTYPES[tensor.dtype]
     for region, members in regions:
         if len(members) == 1 and members[0][1].dtype == dtype:
             _read_box(reader, tensor, shape, region, members[0][1])
@@ -115,7 +116,7 @@ def check_padding(reader: ShardReader, tensor: TensorInfo, count: int) -> None:
     Raises:
       UserError: it is not.
     """
-    dtype = _DTYPES[tensor.dtype]
+    dtype = DTYPES[tensor.dtype]
     tail = np.empty(tensor.nbytes // dtype.itemsize - count, dtype)
     if not tail.size:
         return

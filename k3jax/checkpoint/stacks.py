@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from k3jax.errors import UserError
-from k3jax.weights import Weight
+from k3jax.weights import Weight, WeightTree, leaves
 from sharding import placement
 
 
@@ -26,6 +26,27 @@ def weight_sharding(weight: Weight, name: str, mesh: Mesh | None, rules: Mapping
         raise UserError(str(error)) from None
 
 
+def abstract_params(weights: WeightTree, dtype: Any, mesh: Mesh | None,
+                    rules: Mapping[str, str]) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of every weight, by path.
+
+    Args:
+      weights: the declarations.
+      dtype: of the weights that have no dtype of their own.
+      mesh: None puts them on the default device.
+      rules: logical axes to mesh axes.
+
+    Raises:
+      UserError: the mesh does not divide an axis.
+    """
+    return {
+        path: jax.ShapeDtypeStruct(
+            weight.shape, weight.dtype or dtype, sharding=weight_sharding(weight, "/".join(path), mesh, rules)
+        )
+        for path, weight in leaves(weights)
+    }
+
+
 def layer_sharding(sharding: Sharding) -> Sharding:
     """The sharding of one layer of a stack."""
     if isinstance(sharding, NamedSharding):
@@ -33,20 +54,34 @@ def layer_sharding(sharding: Sharding) -> Sharding:
     return sharding
 
 
-def fill_stack(shape: tuple[int, ...], dtype: Any, sharding: Sharding,
-               layer: Callable[[int], jax.Array]) -> jax.Array:
+def empty_stack(abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    """A stack of zeros, of this shape, dtype and sharding."""
+    return jax.jit(lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding)()
+
+
+def write_layer(stack: jax.Array, layer: jax.Array, index: int) -> jax.Array:
+    """Puts one layer into a stack, in place, and waits until it is there.
+
+    Args:
+      stack: is used up.
+      layer: placed as `layer_sharding` says.
+      index: of axis 0.
+    """
+    write = jax.jit(_write, donate_argnums=0, out_shardings=stack.sharding)
+    return write(stack, layer, jnp.int32(index)).block_until_ready()
+
+
+def fill_stack(abstract: jax.ShapeDtypeStruct, layer: Callable[[int], jax.Array]) -> jax.Array:
     """A stack whose layers are made one by one, so that memory beyond it is one layer's.
 
     Args:
-      shape, dtype, sharding: of the stack.
+      abstract: shape, dtype and sharding of the stack.
       layer: makes the layer of an index of axis 0, placed as `layer_sharding` says. By the next call the layer before
         has been copied and dropped.
     """
-    stack = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
-    write = jax.jit(_write, donate_argnums=0, out_shardings=sharding)
-    for index in range(shape[0]):
-        stack = write(stack, layer(index), jnp.int32(index))
-        stack.block_until_ready()
+    stack = empty_stack(abstract)
+    for index in range(abstract.shape[0]):
+        stack = write_layer(stack, layer(index), index)
     return stack
 
 

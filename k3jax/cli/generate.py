@@ -1,30 +1,28 @@
-"""`python -m k3jax.generate`: a prompt in, greedy text and statistics out."""
+"""`python -m k3jax.generate`: a prompt in, text and statistics out."""
 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
-import os
 import sys
-import warnings
 from collections.abc import Sequence
 
-from k3jax.catalog import describe
+from k3jax.catalog import Description, describe
+from k3jax.cli.command import INTERRUPTED, OK, Parser, run, say, whole
 from k3jax.cli.compilation_cache import enable_compilation_cache
 from k3jax.cli.logits_file import LogitsFile
 from k3jax.cli.prompt import read_prompt
 from k3jax.errors import UserError
-from k3jax.prompt import prompt_ids
-
-OK, USER_MISTAKE, INTERRUPTED, BROKEN_PIPE = 0, 2, 130, 141
+from k3jax.prompt import check_sampling, prompt_ids
+from k3jax.sampling import SamplingParams
 
 _EPILOG = """\
 examples:
   python -m k3jax.generate                                    the built-in demo: random weights, so noise
   python -m k3jax.generate --checkpoint DIR --prompt "Once upon a time"
   python -m k3jax.generate --checkpoint DIR --prompt-file book.txt --max-new-tokens 500
-  python -m k3jax.generate --checkpoint DIR --prompt-ids 19180,2695 --json
+  python -m k3jax.generate --checkpoint DIR --prompt-file code.py --temperature 0
+  python -m k3jax.generate --checkpoint DIR --prompt-ids 19180,2695 --json --logprobs 5
   python -m k3jax.generate --checkpoint DIR --logits-out logits.npz --max-new-tokens 1 < text.txt
   python -m k3jax.generate --checkpoint random:kimi-k3:4 --prompt-ids 1,2,3
 
@@ -41,26 +39,6 @@ exit codes:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake as every other one: in one line."""
-
-    def error(self, message: str):
-        raise UserError(f"{message} (see --help)")
-
-
-def _whole(least: int):
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return value
-
-    return parse
-
-
 def _ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -68,72 +46,78 @@ def _ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
 
 
-def _temperature(text: str) -> float:
+def _number(text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if value != 0:
-        raise argparse.ArgumentTypeError(f"{text} asks for sampling, which is not there yet; only 0 (greedy) works")
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m k3jax.generate",
-        description="Continues a prompt with Kimi K3 or Kimi-Linear, taking the most likely token each time.",
+        description="Continues a prompt with Kimi K3 or Kimi-Linear.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("model").add_argument
     add("--checkpoint", default="demo", metavar="NAME",
-        help="a Hugging Face checkpoint directory, demo, or random:PRESET[:layers] with PRESET kimi-k3, "
+        help="a checkpoint directory (Hugging Face or converted), demo, or random:PRESET[:layers] with PRESET kimi-k3, "
         "kimi-linear-48b or demo (default: demo)")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of activations (default: bfloat16)")
-    add("--seed", type=_whole(0), default=0, metavar="N", help="of random weights (default: 0)")
 
     group = parser.add_argument_group("prompt", "one of these, or standard input when it is a pipe or a file")
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", metavar="TEXT", help="the prompt itself")
     add("--prompt-file", metavar="FILE", help="a UTF-8 file")
     add("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids; works for a checkpoint without tokenizer files")
+    group.add_argument("--markup", action="store_true",
+                       help="names of special tokens in the text, such as <|open|>, stand for these tokens")
 
     add = parser.add_argument_group("generation").add_argument
-    add("--max-new-tokens", type=_whole(1), default=128, metavar="N", help="stop after N tokens (default: 128)")
-    add("--ignore-eos", action="store_true", help="go on after the model's stop token")
-    add("--temperature", type=_temperature, default=0.0, metavar="T", help="only 0, greedy, for now (default: 0)")
-    add("--chunk", type=_whole(1), default=512, metavar="N", help="prompt tokens in one prefill step (default: 512)")
+    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="stop after N tokens (default: 128)")
+    add("--ignore-eos", action="store_true", help="go on after the model's own stop tokens")
+    add("--stop", action="append", metavar="TEXT", help="stop where this text comes, and leave it out; may be repeated")
+    add("--stop-ids", dest="stop_token_ids", type=_ids, metavar="1,2,3", help="stop after these tokens, too")
+    add("--chunk", type=whole(1), default=512, metavar="N", help="prompt tokens in one prefill step (default: 512)")
+
+    add = parser.add_argument_group(
+        "sampling", "how a token is chosen; the default is what the checkpoint's generation_config.json says, else the "
+        "value given here"
+    ).add_argument
+    add("--temperature", type=_number, metavar="T", help="0 takes the most likely token each time (default: 1.0)")
+    add("--top-k", type=whole(0), metavar="K", help="draw from the K most likely tokens; 0 = off (default: 0)")
+    add("--top-p", type=_number, metavar="P",
+        help="draw from the most likely tokens that together have probability P; 1 = off (default: 0.95)")
+    add("--min-p", type=_number, metavar="P",
+        help="draw from tokens at least P times as likely as the most likely one; 0 = off (default: 0)")
+    add("--repetition-penalty", type=_number, metavar="R",
+        help="make tokens of the prompt and of the new text less likely, above 1; 1 = off (default: 1.0)")
+    add("--presence-penalty", type=_number, metavar="R",
+        help="lower the logits of tokens of the new text by R, from -2 to 2; 0 = off (default: 0)")
+    add("--seed", type=whole(0), metavar="N",
+        help="draw the same tokens again (default: a fresh one, which the statistics name)")
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true",
-        help="print one JSON object at the end: token_ids, text, finish_reason, usage, timings")
+        help="print one JSON object at the end: token_ids, text, logprobs, finish_reason, stop_reason, seed, usage, "
+        "timings")
+    add("--logprobs", type=whole(0), metavar="N",
+        help="with --json: log-probabilities of the new tokens, and of the N most likely ones, under the model itself")
     add("--logits-out", metavar="FILE.npz", help="write float32 `logits` [prompt tokens, vocabulary]")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code (see `--help`)."""
-    try:
-        with warnings.catch_warnings():
-            # The configuration is read twice, by the checks of the prompt and by the loader.
-            say_once = functools.cache(_say)
-            warnings.showwarning = lambda message, *_: say_once(f"warning: {message}")
-            return _run(_parser().parse_args(argv))
-    except UserError as error:
-        _say("error: " + " ".join(str(error).split()))
-        return USER_MISTAKE
-    except KeyboardInterrupt:
-        _say("interrupted before the first token")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes standard output once more at exit, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    return run(lambda: _run(_parser().parse_args(argv)), interrupted="interrupted before the first token")
 
 
 def _run(args: argparse.Namespace) -> int:
     # Before any weights are read: those can take many minutes.
-    ids = prompt_ids(describe(args.checkpoint), read_prompt(args), args.max_new_tokens)
+    description = describe(args.checkpoint)
+    sampling = _sampling(args, description)
+    ids = prompt_ids(description, read_prompt(args), args.max_new_tokens, args.markup)
     with contextlib.ExitStack() as stack:
         logits = None
         if args.logits_out is not None:
@@ -142,22 +126,39 @@ def _run(args: argparse.Namespace) -> int:
         import k3jax
 
         enable_compilation_cache()
-        lm = k3jax.load(args.checkpoint, dtype=args.dtype, seed=args.seed, progress=True)
+        lm = k3jax.load(args.checkpoint, dtype=args.dtype, progress=True)
         if args.checkpoint == "demo":
-            _say("the demo model has random weights: what follows is noise, not language")
+            say("the demo model has random weights: what follows is noise, not language")
         result = k3jax.generate(
             lm,
             ids,
+            sampling,
             max_new_tokens=args.max_new_tokens,
             ignore_eos=args.ignore_eos,
             chunk=args.chunk,
             on_text=None if args.json else _print_text,
             on_logits=logits.write if logits else None,
+            progress=True,
         )
         _print_end(result, args.json)
         if logits and not logits.complete:
-            _say(f"interrupted inside the prompt: {args.logits_out} is not written")
+            say(f"interrupted inside the prompt: {args.logits_out} is not written")
     return INTERRUPTED if result.finish_reason == "interrupted" else OK
+
+
+def _sampling(args: argparse.Namespace, description: Description) -> SamplingParams:
+    """The checkpoint's settings with those of the command line in place.
+
+    Raises:
+      UserError: a value is out of range, or the checkpoint cannot follow it.
+    """
+    if args.logprobs is not None and not args.json:
+        raise UserError("--logprobs are printed with --json only; give both")
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    sampling = dataclasses.replace(description.defaults.sampling, **given)
+    check_sampling(description, sampling)
+    return sampling
 
 
 def _print_text(text: str) -> None:
@@ -182,13 +183,10 @@ def _print_end(result, as_json: bool) -> None:
         print("" if result.text is not None else ",".join(map(str, result.token_ids)), flush=True)
     usage, timings = result.usage, result.timings
     peak = timings["peak_memory_bytes"]
-    _say(
+    say(
         f"load {timings['load_s']:.2f} s, compile {timings['compile_s']:.2f} s, "
         f"prefill {usage['prompt_tokens']} tokens at {timings['prefill_tokens_per_s']:.1f} tok/s, "
         f"decode {usage['completion_tokens']} tokens at {timings['decode_tokens_per_s']:.1f} tok/s, "
-        f"peak memory {f'{peak / 2**30:.2f} GiB' if peak else 'unknown'}, finished by {result.finish_reason}"
+        f"peak memory {f'{peak / 2**30:.2f} GiB' if peak else 'unknown'}, "
+        f"{'' if result.seed is None else f'seed {result.seed}, '}finished by {result.finish_reason}"
     )
-
-
-def _say(message: str) -> None:
-    print(f"k3jax: {message}", file=sys.stderr, flush=True)

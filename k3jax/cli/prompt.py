@@ -15,9 +15,11 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
     """The prompt from `--prompt`, `--prompt-file`, `--prompt-ids` or standard input.
 
     Raises:
-      UserError: there is none, it is empty, or its bytes are not UTF-8.
+      UserError: there is none, it is empty, its bytes are not UTF-8, or it is ids with `--markup`.
     """
     if args.prompt_ids is not None:
+        if args.markup:
+            raise UserError("--markup is about text, but the prompt is given as --prompt-ids; leave one out")
         return args.prompt_ids
     if args.prompt is not None:
         # Bytes of the command line that are not UTF-8 arrive as lone surrogates.

@@ -10,14 +10,25 @@ def attn_res(blocks, num_blocks, prefix, delta, norm_weight, proj_weight, *, eps
     """See `api.attn_res`; returns the pair (out, prefix)."""
     if delta is not None:
         prefix = add_rounded(prefix, delta)
-    present = jnp.append(jnp.arange(blocks.shape[0]) < num_blocks, True)[:, None]
-    sources = jnp.concatenate([blocks, prefix[None]])
-    sources = jnp.where(present[..., None], sources, 0).astype(jnp.float32)
-    weight = norm_weight.astype(jnp.float32) * proj_weight.astype(jnp.float32)
-    scores = jnp.sum(rms_normed(sources, eps) * weight, axis=-1)
-    probabilities = jax.nn.softmax(jnp.where(present, scores, -jnp.inf), axis=0)
+    probabilities = source_weights(blocks, num_blocks, prefix, norm_weight, proj_weight, eps=eps)
+    sources, _ = _sources(blocks, num_blocks, prefix)
     mix = jnp.sum(probabilities[..., None] * sources, axis=0)
     return finish(mix, eps, output_norm_weight, prefix.dtype), prefix
+
+
+def source_weights(blocks, num_blocks, prefix, norm_weight, proj_weight, *, eps) -> jax.Array:
+    """[n_max + 1, T] float32 softmax weights of the blocks (0 where unfilled) and of the prefix, delta included."""
+    sources, present = _sources(blocks, num_blocks, prefix)
+    weight = norm_weight.astype(jnp.float32) * proj_weight.astype(jnp.float32)
+    scores = jnp.sum(rms_normed(sources, eps) * weight, axis=-1)
+    return jax.nn.softmax(jnp.where(present, scores, -jnp.inf), axis=0)
+
+
+def _sources(blocks, num_blocks, prefix) -> tuple[jax.Array, jax.Array]:
+    """([n_max + 1, T, D] float32 blocks and prefix, zeros where unfilled; [n_max + 1, 1] which are filled)."""
+    present = jnp.append(jnp.arange(blocks.shape[0]) < num_blocks, True)[:, None]
+    sources = jnp.concatenate([blocks, prefix[None]])
+    return jnp.where(present[..., None], sources, 0).astype(jnp.float32), present
 
 
 def add_rounded(prefix: jax.Array, delta: jax.Array) -> jax.Array:

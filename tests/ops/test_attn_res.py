@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.experimental import checkify
 
 from pallas_kernels.attn_res import attn_res, validate, xla
+from pallas_kernels.attn_res.reference import source_weights
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "ops" / "attn_res.npz")
 EPS = float(GOLDEN["eps"])
@@ -99,6 +100,13 @@ def test_golden_probabilities(n, backend):
     read = np.asarray(out)[:, WIDTH:].T / scale
     np.testing.assert_allclose(read[[*range(n), N_MAX]], GOLDEN[f"n{n}_probs"], atol=1e-5)
     np.testing.assert_array_equal(read[n:N_MAX], 0)
+
+
+@pytest.mark.parametrize("n", range(1, N_MAX + 1))
+def test_golden_source_weights(n):
+    weights = np.asarray(source_weights(**golden(n), eps=EPS))
+    np.testing.assert_allclose(weights[[*range(n), N_MAX]], GOLDEN[f"n{n}_probs"], atol=1e-6)
+    np.testing.assert_array_equal(weights[n:N_MAX], 0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
