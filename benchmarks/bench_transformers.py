@@ -1,7 +1,7 @@
 """A mid-size random Kimi-Linear on the CPU: k3jax beside Hugging Face's transformers on PyTorch.
 
     pip install -r benchmarks/requirements-transformers.txt
-    python benchmarks/bench_transformers.py [--threads 2] [--repeats 5]
+    python benchmarks/bench_transformers.py [--threads 2] [--repeats 3]
 
 Each side runs in processes of its own, in turns, on the same cores: prefill of the prompt at once, then greedy steps of
 one token. Prints medians, whether the tokens agree, and the floors: reading the weights that a token uses at the
@@ -68,7 +68,9 @@ def run_k3jax(options: argparse.Namespace) -> dict:
 def run_transformers(options: argparse.Namespace) -> dict:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=getattr(torch, options.dtype)).eval()
     ids = torch.tensor([prompt(options.prompt_tokens, model.config.vocab_size)])
@@ -133,7 +135,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5, help="of each of the two processes of a side")
+    parser.add_argument("--repeats", type=int, default=3, help="of each of the two processes of a side")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     options = parser.parse_args()
