@@ -1,8 +1,9 @@
 # Needs Python 3.11 or newer and pip's package index; everything else is installed into .venv.
 #
-#   make demo      install, then generate from the built-in demo model
+#   make demo      install, generate from the built-in demo model, then ask a server twice and see its cache at work
 #   make test      style and the quick tests: a quarter of an hour at most on two cores
 #   make test-all  every test: an hour at most
+#   make test-cache-long  a million random operations on the prefix cache
 #   make lint      style only
 #   make clean     remove what was installed and built
 
@@ -14,16 +15,20 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # A file's tests share compiled functions, so a file stays on one worker.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all test-cache-long lint clean
 
 demo: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m k3jax.generate </dev/null
+	JAX_PLATFORMS=cpu $(BIN)/python -m serving.demo
 
 test: lint
 	$(PYTEST) -m "not slow"
 
 test-all: lint
 	$(PYTEST)
+
+test-cache-long: $(VENV)/installed-dev
+	K3JAX_CACHE_OPERATIONS=1000000 $(BIN)/python -m pytest tests/serving/test_prefix_cache_machine.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/python -m ruff check .
@@ -37,7 +42,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml | $(BIN)/python
-	$(PIP) install -e .
+	$(PIP) install -e ".[serve]"
 	touch $@
 
 $(VENV)/installed-dev: pyproject.toml | $(BIN)/python
