@@ -95,9 +95,10 @@ class PageTree:
     def _prune(self, page: int) -> None:
         freed = []
         while page and not (self.children[page] or self.kept[page] or self.locks[page]):
-            if self.page_of.get(self.key[page]) == page:
-                del self.page_of[self.key[page]]
-            self.key[page] = None
+            key, self.key[page] = self.key[page], None
+            found = self.page_of.pop(key, page)
+            if found != page:  # of a later epoch
+                self.page_of[key] = found
             freed.append(page)
             page = self.parent[page]
             self.children[page] -= 1
