@@ -12,9 +12,8 @@ from k3jax.memory import peak_memory_bytes
 from k3jax.prompt import check_sampling, prompt_ids
 from k3jax.sampling import SamplingParams, fresh_seed
 from k3jax.sampling.sampler import Sample
-from k3jax.sampling.stop_strings import StopStrings
 from k3jax.session import Session
-from k3jax.tokenizer import Tokenizer
+from k3jax.text_stream import TextStream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +88,14 @@ def generate(lm: LanguageModel, prompt: str | Sequence[int], sampling: SamplingP
         progress=progress,
     )
     stop_token_ids = {*sampling.stop_token_ids, *(() if ignore_eos else lm.defaults.stop_token_ids)}
-    text = _Text(lm.tokenizer, sampling.stop, on_text) if lm.tokenizer else None
+    text = TextStream(lm.tokenizer, sampling.stop) if lm.tokenizer else None
+    shown: list[str] = []
+
+    def show(piece: str) -> None:
+        shown.append(piece)
+        if on_text and piece:
+            on_text(piece)
+
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     finish_reason, stop_reason = "length", None
@@ -110,16 +116,20 @@ def generate(lm: LanguageModel, prompt: str | Sequence[int], sampling: SamplingP
             if token in stop_token_ids:
                 finish_reason, stop_reason = "stop", token
                 break
-            if text and text.push(token):
-                break
+            if text:
+                show(text.push(token))
+                if text.stop is not None:
+                    break
     except KeyboardInterrupt:
         finish_reason = "interrupted"
     end = time.perf_counter()
-    if text and text.finish() and finish_reason == "length":
-        finish_reason, stop_reason = "stop", text.stop
+    if text:
+        show(text.finish())
+        if text.stop is not None and finish_reason == "length":
+            finish_reason, stop_reason = "stop", text.stop
     return Generation(
         token_ids=tuple(token_ids),
-        text=text.shown if text else None,
+        text="".join(shown) if text else None,
         logprobs=None if sampling.logprobs is None else tuple(logprobs),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
@@ -139,38 +149,6 @@ def generate(lm: LanguageModel, prompt: str | Sequence[int], sampling: SamplingP
             "peak_memory_bytes": peak_memory_bytes(),
         },
     )
-
-
-class _Text:
-    """The text of new tokens, up to a stop string.
-
-    Attributes:
-      shown: what has been passed on so far.
-      stop: the stop string that was found; None before.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], on_text: Callable[[str], None] | None):
-        self._detokenizer, self._stops, self._on_text = tokenizer.detokenizer(), StopStrings(stops), on_text
-        self.shown = ""
-
-    @property
-    def stop(self) -> str | None:
-        return self._stops.matched
-
-    def push(self, token: int) -> bool:
-        """Adds a token; returns whether a stop string is complete."""
-        self._show(self._stops.push(self._detokenizer.push(token)))
-        return self.stop is not None
-
-    def finish(self) -> bool:
-        """Adds what was held back; returns whether a stop string is complete."""
-        self._show(self._stops.push(self._detokenizer.flush()) + self._stops.flush())
-        return self.stop is not None
-
-    def _show(self, text: str) -> None:
-        self.shown += text
-        if self._on_text and text:
-            self._on_text(text)
 
 
 def _token_logprobs(chosen: Sample) -> TokenLogprobs:

@@ -34,9 +34,40 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
+def token_ids(text: str) -> list[int]:
+    """Reads `1,2,3`."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
+
+
+def number(text: str) -> float:
+    """Reads a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
 def say(message: str) -> None:
     """One line on standard error."""
     print(f"k3jax: {message}", file=sys.stderr, flush=True)
+
+
+def print_text(text: str) -> None:
+    """A piece of a model's text on standard output, without a line break."""
+    if sys.stdout.isatty():
+        text = text.translate(_VISIBLE_CONTROLS)
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
+# Model output must not steer the user's terminal: control characters become their pictures, C1 ones U+FFFD.
+_VISIBLE_CONTROLS = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
+    **dict.fromkeys(range(0x7F, 0xA0), 0xFFFD),
+}
 
 
 def run(command: Callable[[], int], interrupted: str) -> int:

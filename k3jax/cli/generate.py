@@ -4,14 +4,14 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 
 from k3jax.catalog import Description, describe
-from k3jax.cli.command import INTERRUPTED, OK, Parser, run, say, whole
+from k3jax.cli.command import INTERRUPTED, OK, Parser, print_text, run, say, whole
 from k3jax.cli.compilation_cache import enable_compilation_cache
 from k3jax.cli.logits_file import LogitsFile
-from k3jax.cli.prompt import read_prompt
+from k3jax.cli.prompt import DEMO_PROMPT, read_prompt
+from k3jax.cli.request import add_generation, add_prompt, add_sampling, given_sampling
 from k3jax.errors import UserError
 from k3jax.prompt import check_sampling, prompt_ids
 from k3jax.sampling import SamplingParams
@@ -39,20 +39,6 @@ exit codes:
 """
 
 
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m k3jax.generate",
@@ -66,37 +52,10 @@ def _parser() -> argparse.ArgumentParser:
         "kimi-linear-48b or demo (default: demo)")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of activations (default: bfloat16)")
 
-    group = parser.add_argument_group("prompt", "one of these, or standard input when it is a pipe or a file")
-    add = group.add_mutually_exclusive_group().add_argument
-    add("--prompt", metavar="TEXT", help="the prompt itself")
-    add("--prompt-file", metavar="FILE", help="a UTF-8 file")
-    add("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids; works for a checkpoint without tokenizer files")
-    group.add_argument("--markup", action="store_true",
-                       help="names of special tokens in the text, such as <|open|>, stand for these tokens")
-
-    add = parser.add_argument_group("generation").add_argument
-    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="stop after N tokens (default: 128)")
-    add("--ignore-eos", action="store_true", help="go on after the model's own stop tokens")
-    add("--stop", action="append", metavar="TEXT", help="stop where this text comes, and leave it out; may be repeated")
-    add("--stop-ids", dest="stop_token_ids", type=_ids, metavar="1,2,3", help="stop after these tokens, too")
+    add_prompt(parser)
+    add = add_generation(parser).add_argument
     add("--chunk", type=whole(1), default=512, metavar="N", help="prompt tokens in one prefill step (default: 512)")
-
-    add = parser.add_argument_group(
-        "sampling", "how a token is chosen; the default is what the checkpoint's generation_config.json says, else the "
-        "value given here"
-    ).add_argument
-    add("--temperature", type=_number, metavar="T", help="0 takes the most likely token each time (default: 1.0)")
-    add("--top-k", type=whole(0), metavar="K", help="draw from the K most likely tokens; 0 = off (default: 0)")
-    add("--top-p", type=_number, metavar="P",
-        help="draw from the most likely tokens that together have probability P; 1 = off (default: 0.95)")
-    add("--min-p", type=_number, metavar="P",
-        help="draw from tokens at least P times as likely as the most likely one; 0 = off (default: 0)")
-    add("--repetition-penalty", type=_number, metavar="R",
-        help="make tokens of the prompt and of the new text less likely, above 1; 1 = off (default: 1.0)")
-    add("--presence-penalty", type=_number, metavar="R",
-        help="lower the logits of tokens of the new text by R, from -2 to 2; 0 = off (default: 0)")
-    add("--seed", type=whole(0), metavar="N",
-        help="draw the same tokens again (default: a fresh one, which the statistics name)")
+    add_sampling(parser)
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true",
@@ -117,7 +76,8 @@ def _run(args: argparse.Namespace) -> int:
     # Before any weights are read: those can take many minutes.
     description = describe(args.checkpoint)
     sampling = _sampling(args, description)
-    ids = prompt_ids(description, read_prompt(args), args.max_new_tokens, args.markup)
+    prompt = read_prompt(args, default=DEMO_PROMPT if args.checkpoint == "demo" else None)
+    ids = prompt_ids(description, prompt, args.max_new_tokens, args.markup)
     with contextlib.ExitStack() as stack:
         logits = None
         if args.logits_out is not None:
@@ -136,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
             max_new_tokens=args.max_new_tokens,
             ignore_eos=args.ignore_eos,
             chunk=args.chunk,
-            on_text=None if args.json else _print_text,
+            on_text=None if args.json else print_text,
             on_logits=logits.write if logits else None,
             progress=True,
         )
@@ -154,25 +114,9 @@ def _sampling(args: argparse.Namespace, description: Description) -> SamplingPar
     """
     if args.logprobs is not None and not args.json:
         raise UserError("--logprobs are printed with --json only; give both")
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    sampling = dataclasses.replace(description.defaults.sampling, **given)
+    sampling = dataclasses.replace(description.defaults.sampling, **given_sampling(args))
     check_sampling(description, sampling)
     return sampling
-
-
-def _print_text(text: str) -> None:
-    if sys.stdout.isatty():
-        text = text.translate(_VISIBLE_CONTROLS)
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
-
-
-# Model output must not steer the user's terminal: control characters become their pictures, C1 ones U+FFFD.
-_VISIBLE_CONTROLS = {
-    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
-    **dict.fromkeys(range(0x7F, 0xA0), 0xFFFD),
-}
 
 
 def _print_end(result, as_json: bool) -> None:

@@ -11,8 +11,8 @@ from k3jax.errors import UserError
 DEMO_PROMPT = "Kimi Delta Attention keeps a state of constant size, so"
 
 
-def read_prompt(args: argparse.Namespace) -> str | list[int]:
-    """The prompt from `--prompt`, `--prompt-file`, `--prompt-ids` or standard input.
+def read_prompt(args: argparse.Namespace, default: str | None = None) -> str | list[int]:
+    """The prompt from `--prompt`, `--prompt-file`, `--prompt-ids` or standard input; without one, the default.
 
     Raises:
       UserError: there is none, it is empty, its bytes are not UTF-8, or it is ids with `--markup`.
@@ -28,8 +28,8 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
         text = _decode(_read_file(args.prompt_file), args.prompt_file)
     elif _stdin_is_given():
         text = _decode(sys.stdin.buffer.read(), "standard input")
-    elif args.checkpoint == "demo":
-        text = DEMO_PROMPT
+    elif default is not None:
+        text = default
     else:
         raise UserError("no prompt; give --prompt, --prompt-file or --prompt-ids, or pipe text into standard input")
     if not text:
