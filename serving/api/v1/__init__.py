@@ -1,0 +1,1 @@
+"""The service's protocol, `decoder.proto`, and what protoc made of it."""

@@ -1,0 +1,1 @@
+"""The server: `python -m serving.server`."""
