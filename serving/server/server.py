@@ -26,8 +26,10 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Otherwise a second server would share the port, and get half of the calls.
     ("grpc.so_reuseport", 0),
-    # Clients may ask every 10 s whether we are alive, however long a prefill takes; half of it leaves room for jitter.
+    # Clients may ask whether we are alive, however long a prefill takes. Pings are cheap, and a machine that is busy
+    # delivers them in bursts: nobody is sent away for them.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     # And we ask them: a client whose machine is gone closes nothing.
     ("grpc.keepalive_time_ms", 30_000),
