@@ -5,7 +5,7 @@ import collections
 import dataclasses
 import heapq
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -14,6 +14,7 @@ from k3jax.generation import TokenLogprobs
 from k3jax.language_model import LanguageModel
 from k3jax.sampling.sampler import GENERATED, Sample, seen_in_prompt
 from serving.engine.config import EngineConfig
+from serving.engine.keys import PrefixKeys
 from serving.engine.plan import Plan
 from serving.engine.programs import Programs, empty_prefill
 from serving.engine.request import Done, Event, FinishReason, Tokens
@@ -23,7 +24,7 @@ from serving.engine.shapes import snapshot_counts
 from serving.engine.slots import Slots
 from serving.engine.stats import Counters
 from serving.engine.steps import EngineState, slot_contents
-from serving.prefix_cache import ChainHasher, PrefixCache
+from serving.prefix_cache import PrefixCache
 
 _ROOM = 256
 """New tokens that an admission has pages for; more are taken as the answer grows."""
@@ -49,24 +50,6 @@ class Step:
     slots: np.ndarray
     sequences: list[Sequence]
     last: np.ndarray
-
-
-class PrefixKeys:
-    """Keys of prompts for the cache; with the cache off, no two prompts share any."""
-
-    def __init__(self, lm: LanguageModel, config: EngineConfig, unit: int):
-        self._unit = unit
-        self._hasher = None
-        if config.cache:
-            # The cache lives and dies with one model in memory, so there are no versions to tell apart.
-            self._hasher = ChainHasher(model=repr(lm.config), weights="", state_layout=str(lm.dtype), unit=unit)
-
-    def of(self, tokens: np.ndarray, salt: str) -> SequenceOf[Hashable]:
-        """One for each complete unit; thread-safe."""
-        if self._hasher:
-            return self._hasher.keys(tokens, salt=salt)
-        nobody = object()
-        return [(nobody, number) for number in range(len(tokens) // self._unit)]
 
 
 class Core:
@@ -179,6 +162,7 @@ class Core:
         """In order; the first that finds no room keeps those behind it waiting, so that nobody starves."""
         if not self._may_admit:
             return
+        self._may_admit = False
         for sequence in list(self.waiting):
             if not self.cache.slots.free:
                 break
@@ -201,7 +185,6 @@ class Core:
             if first_time:
                 self._counters.prompt_tokens += length
                 self._send(sequence, sequence.accepted, now)
-        self._may_admit = False
 
     def _occupy(self, sequence: Sequence, now: float) -> None:
         """Fills the slot of a sequence that was admitted."""

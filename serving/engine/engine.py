@@ -16,7 +16,8 @@ from k3jax.prompt import check_sampling
 from k3jax.sampling import fresh_seed
 from serving.engine.checks import prompt_tokens
 from serving.engine.config import EngineConfig
-from serving.engine.core import Core, PrefixKeys
+from serving.engine.core import Core
+from serving.engine.keys import PrefixKeys
 from serving.engine.plan import Plan
 from serving.engine.programs import Cancelled, CompileCounter, Programs
 from serving.engine.request import NotServing, QueueFull, Request

@@ -552,3 +552,13 @@ def test_memory_is_planned():
     for settings in ({"max_batch": 0}, {"prefill_tokens": 100}, {"num_logprobs": 21}, {"max_waiting": 0}):
         with pytest.raises(k3jax.UserError, match=f"{next(iter(settings))} is .*, expected"):
             EngineConfig(**settings)
+
+
+def test_a_client_that_is_gone_when_it_is_accepted_keeps_nobody_waiting(own_engine, caplog):
+    single = own_engine(slots=1)
+
+    def fail(count, event):
+        raise OSError("the client is gone")
+
+    streams = [Stream(single, prompt(20), on_event=fail if number < 3 else None) for number in range(4)]
+    assert streams[-1].answer().done.finish_reason == "length" and "the client is gone" in caplog.text
