@@ -1,13 +1,13 @@
 """K3Config: everything about a model that changes its mathematics."""
 
 import dataclasses
-import json
 import pathlib
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from k3jax.errors import UserError
+from k3jax.json_file import read_object
 
 AttentionKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
@@ -159,16 +159,7 @@ class K3Config:
         Raises:
           UserError: the file is missing or not JSON, or see `from_dict`.
         """
-        path = pathlib.Path(path)
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        except ValueError as error:
-            raise UserError(f"{path} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise UserError(f"{path} holds a {type(values).__name__}, expected a JSON object")
-        return cls.from_dict(values)
+        return cls.from_dict(read_object(pathlib.Path(path)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "K3Config":

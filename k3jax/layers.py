@@ -22,7 +22,6 @@ def project(x: jax.Array, weight: jax.Array, *, parts: bool = False, dtype: Any 
       [T, *out].
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
     product = functools.partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
 
     def at_once(x, weight):

@@ -1,12 +1,12 @@
 """What a checkpoint recommends for generation: its optional `generation_config.json`."""
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
 from k3jax.config import K3Config
 from k3jax.errors import UserError
+from k3jax.json_file import read_object
 from k3jax.sampling.params import SamplingParams
 
 FILE = "generation_config.json"
@@ -43,24 +43,12 @@ class GenerationDefaults:
         path, defaults = directory / FILE, cls.of_model(config)
         if not path.exists():
             return defaults
-        values = {name: value for name, value in _read(path).items() if value is not None}
+        values = {name: value for name, value in read_object(path).items() if value is not None}
         try:
             stop_token_ids = _stop_token_ids(values.get("eos_token_id", defaults.stop_token_ids), config.vocab_size)
             return cls(_sampling(values), stop_token_ids)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-
-
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds a {type(values).__name__}, expected a JSON object")
-    return values
 
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:
