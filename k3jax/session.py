@@ -15,7 +15,7 @@ from k3jax.model import K3ForCausalLM
 from k3jax.progress import human_tokens, reporting, waiting
 from k3jax.sampling import SamplingParams
 from k3jax.sampling.sampler import Sample, SamplingBatch, mark_generated, sample, seen_in_prompt
-from k3jax.state import PAGE_SIZE, DecodeBatch, DecodeState, PrefillBatch
+from k3jax.state import PAGE_SIZE, DecodeBatch, DecodeState, PrefillBatch, pool_dtype
 
 SMALLEST_CHUNK = 64
 STEPS_IN_FLIGHT = 2
@@ -71,7 +71,7 @@ class Session:
         pages = _rounded_up(-(-(len(ids) + max_new_tokens) // PAGE_SIZE))
         self._page_table = np.arange(1, pages + 1, dtype=np.int32)[None]
         create = functools.partial(
-            DecodeState.create, lm.config, num_slots=2, num_pages=pages + 1, dtype=lm.dtype
+            DecodeState.create, lm.config, num_slots=2, num_pages=pages + 1, dtype=pool_dtype(lm.dtype)
         )
         check_fits(required_bytes(jax.eval_shape(create)), f"the decode state of {pages * PAGE_SIZE} tokens")
         self._state = create()

@@ -12,15 +12,26 @@ PAGE_SIZE = 128
 """Tokens in an MLA page."""
 
 
+def pool_dtype(dtype: Any, platform: str | None = None) -> Any:
+    """In what conv tails and MLA pages of a model with activations of this dtype are best kept.
+
+    Args:
+      dtype: float32 or bfloat16.
+      platform: "cpu", "gpu" or "tpu"; None = the default backend's.
+    """
+    # XLA's CPU backend cannot write rows of a bfloat16 array in place (see pallas_kernels/stacks.py).
+    return jnp.float32 if (platform or jax.default_backend()) == "cpu" else dtype
+
+
 @flax.struct.dataclass
 class DecodeState:
     """Pools of everything the model remembers. Slot 0 and page 0 are dummies.
 
     Attributes:
       kda_state: [KDA layers, slots, H, V, K] float32, value-major.
-      conv_tail: [KDA layers, slots, 3, H, K, taps - 1] in the model's dtype: inputs of the q, k and v convolutions,
+      conv_tail: [KDA layers, slots, 3, H, K, taps - 1] in the pools' dtype: inputs of the q, k and v convolutions,
         oldest first.
-      mla_pages: [MLA layers, pages, page size, R + Dr] in the model's dtype: normed latent, raw shared key.
+      mla_pages: [MLA layers, pages, page size, R + Dr] in the pools' dtype: normed latent, raw shared key.
     """
 
     kda_state: jax.Array
@@ -30,7 +41,7 @@ class DecodeState:
     @classmethod
     def create(cls, config: K3Config, *, num_slots: int, num_pages: int, dtype: Any,
                page_size: int = PAGE_SIZE) -> "DecodeState":
-        """Zeroed pools; `num_slots` and `num_pages` count the dummies."""
+        """Zeroed pools; `num_slots` and `num_pages` count the dummies, `dtype` is as in `pool_dtype`."""
         kda, mla = len(config.layers_of("kda")), len(config.layers_of("mla"))
         heads, width = config.kda_num_heads, config.kda_head_dim
         taps = config.short_conv_kernel_size

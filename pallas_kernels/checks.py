@@ -68,8 +68,9 @@ def bind_shapes(op: str, **arrays: tuple[Any, str]) -> dict[str, int]:
 
 def require_dtype(op: str, name: str, array: Any, *dtypes: Any) -> None:
     """Raises ValueError unless the array's dtype is one of `dtypes`."""
-    if jnp.dtype(array.dtype) not in [jnp.dtype(dtype) for dtype in dtypes]:
-        wanted = " or ".join(str(jnp.dtype(dtype)) for dtype in dtypes)
+    names = [str(jnp.dtype(dtype)) for dtype in dtypes]
+    if str(array.dtype) not in names:
+        wanted = " or ".join(dict.fromkeys(names))
         raise ValueError(f"{op}: {name} has dtype {array.dtype}, expected {wanted}")
 
 

@@ -1,7 +1,7 @@
 """What the two MLA ops share: latents in pages, the kv up-projection, the online softmax and the checks of values."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def write_latents(
     Args:
       pages: [L, P, page_size, R + Dr].
       layer: int32 scalar.
-      latent: [rows, R + Dr] of the pool's dtype.
+      latent: [rows, R + Dr].
       page: [rows] int32; rows with page 0 write nothing.
       offset: [rows] int32 inside the page.
     """
@@ -113,19 +113,22 @@ class PagedKeys(NamedTuple):
       layer: int32 scalar.
       page_table: [..., max_pages] int32, padded to a multiple of `pages_per_tile` with page 0.
       pages_per_tile: static.
+      dtype: of what is read.
     """
 
     pages: jax.Array
     layer: jax.Array
     page_table: jax.Array
     pages_per_tile: int
+    dtype: Any
 
     @classmethod
-    def tiled(cls, pages: jax.Array, layer: jax.Array, page_table: jax.Array, key_tile: int) -> "PagedKeys":
+    def tiled(cls, pages: jax.Array, layer: jax.Array, page_table: jax.Array, key_tile: int, dtype) -> "PagedKeys":
         """Tiles of about `key_tile` positions, at least one page."""
         max_pages = page_table.shape[-1]
         pages_per_tile = min(max(1, key_tile // pages.shape[2]), max_pages)
-        return cls(pages, layer, jnp.pad(page_table, ((0, 0), (0, -max_pages % pages_per_tile))), pages_per_tile)
+        page_table = jnp.pad(page_table, ((0, 0), (0, -max_pages % pages_per_tile)))
+        return cls(pages, layer, page_table, pages_per_tile, dtype)
 
     @property
     def tile(self) -> int:
@@ -142,7 +145,7 @@ class PagedKeys(NamedTuple):
         page = jax.lax.dynamic_slice_in_dim(self.page_table, first, self.pages_per_tile, axis=-1)
         page_start = (first + jnp.arange(self.pages_per_tile, dtype=jnp.int32)) * page_size
         page = jnp.where(page_start < end[..., None], page, 0)
-        latents = stacks.read(self.pages, self.layer, page)
+        latents = stacks.read(self.pages, self.layer, page).astype(self.dtype)
         latents = latents.reshape(*page.shape[:-1], self.tile, latents.shape[-1])
         positions = number * self.tile + jnp.arange(self.tile, dtype=jnp.int32)
         readable = (positions < end[..., None]) & jnp.repeat(page > 0, page_size, axis=-1)
@@ -200,8 +203,9 @@ def require_consistent(op: str, q, latent, kv_b_proj, pages, page_table, context
             "do not fit; expected Dn + Dr, R + Dr and [L, H, Dn + V, R]"
         )
     checks.require_dtype(op, "q", q, jnp.float32, jnp.bfloat16)
-    for name, array in {"latent": latent, "kv_b_proj": kv_b_proj, "pages": pages}.items():
+    for name, array in {"latent": latent, "kv_b_proj": kv_b_proj}.items():
         checks.require_dtype(op, name, array, q.dtype)
+    checks.require_dtype(op, "pages", pages, q.dtype, jnp.float32)
     for name, array in {"page_table": page_table, "context_lens": context_lens}.items():
         checks.require_dtype(op, name, array, jnp.int32)
 

@@ -1,8 +1,9 @@
 """Reading and writing parts of large stacks, whole pools or weights of all layers, without copying them.
 
 XLA's CPU backend has no bfloat16 gather, scatter or slice of its own: it converts the *operand* to float32, and moves
-that conversion out of the enclosing loop, which copies the whole stack. The CPU forms here keep it small; elsewhere the
-plain ones are right, and the barrier would itself copy a pool.
+that conversion out of the enclosing loop, which copies the whole stack. The CPU form of `read` keeps it small;
+elsewhere the plain one is right, and the barrier would itself copy a pool. For `write` no such form was found: give it
+float32 pools on CPUs.
 """
 
 import jax
@@ -38,7 +39,9 @@ def read(stack: jax.Array, *index: jax.Array) -> jax.Array:
 
 def write(pool: jax.Array, layer: jax.Array, index: tuple[jax.Array, ...], rows: jax.Array,
           used: jax.Array) -> jax.Array:
-    """`pool[layer, index[n]] = rows[n]` where `used[n]`, in place when the pool is donated; nothing else is touched.
+    """`pool[layer, index[n]] = rows[n]` where `used[n]`; nothing else is touched.
+
+    In place when the pool is donated, but for bfloat16 on a CPU, where it copies the pool.
 
     Args:
       pool: [L, ...].
@@ -47,26 +50,7 @@ def write(pool: jax.Array, layer: jax.Array, index: tuple[jax.Array, ...], rows:
       rows: [N, ...] of any dtype.
       used: [N] bool.
     """
-    rows = rows.astype(pool.dtype)
-
-    def scatter(pool, rows, index, used):
-        # Unused rows get indices beyond the pool, all different, and are dropped.
-        outside = pool.shape[1] + jnp.arange(used.shape[0], dtype=jnp.int32)
-        index = (jnp.where(used, index[0], outside), *index[1:])
-        return pool.at[(layer, *index)].set(rows, mode="drop", unique_indices=True)
-
-    def one_by_one(pool, rows, index, used):
-        rows = jax.lax.optimization_barrier(rows)
-
-        def write_row(n, pool):
-            start = (layer, *(i[n] for i in index), *[0] * (rows.ndim - 1))
-            row = jax.lax.expand_dims(rows[n], range(1 + len(index)))
-            return jax.lax.cond(
-                used[n], lambda pool: jax.lax.dynamic_update_slice(pool, row, start), lambda pool: pool, pool
-            )
-
-        return jax.lax.fori_loop(0, rows.shape[0], write_row, pool)
-
-    if pool.dtype == jnp.float32:
-        return scatter(pool, rows, index, used)
-    return jax.lax.platform_dependent(pool, rows, index, used, cpu=one_by_one, default=scatter)
+    # Unused rows get indices beyond the pool, all different, and are dropped.
+    outside = pool.shape[1] + jnp.arange(used.shape[0], dtype=jnp.int32)
+    index = (jnp.where(used, index[0], outside), *index[1:])
+    return pool.at[(layer, *index)].set(rows.astype(pool.dtype), mode="drop", unique_indices=True)

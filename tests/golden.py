@@ -8,7 +8,7 @@ import numpy as np
 
 import k3jax
 from k3jax.language_model import LanguageModel
-from k3jax.state import DecodeBatch, DecodeState, PrefillBatch
+from k3jax.state import DecodeBatch, DecodeState, PrefillBatch, pool_dtype
 from tests.checkpoints import tiny_checkpoint
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -31,7 +31,7 @@ def vectors(name: str, file: str) -> dict[str, np.ndarray]:
 
 def new_state(lm: LanguageModel, *, slots: int = 3, pages: int = 40) -> DecodeState:
     """Empty pools with small pages."""
-    return DecodeState.create(lm.config, num_slots=slots, num_pages=pages, dtype=lm.dtype, page_size=PAGE)
+    return DecodeState.create(lm.config, num_slots=slots, num_pages=pages, dtype=pool_dtype(lm.dtype), page_size=PAGE)
 
 
 def prefill_batch(lengths, *, context=None, slots=None, snapshots=(), max_pages: int = 16) -> PrefillBatch:

@@ -10,7 +10,7 @@ import pytest
 
 from k3jax.model import K3ForCausalLM
 from k3jax.presets import DEMO
-from k3jax.state import DecodeBatch, DecodeState
+from k3jax.state import DecodeBatch, DecodeState, pool_dtype
 from k3jax.weights import leaves
 
 WIDE = dataclasses.replace(
@@ -27,7 +27,7 @@ def lowered_decode(config, dtype, *, rows=2, slots=3, pages=17):
     """The jitted decode step on shapes alone."""
     model = K3ForCausalLM(config, dtype)
     state = jax.eval_shape(
-        functools.partial(DecodeState.create, config, num_slots=slots, num_pages=pages, dtype=dtype)
+        functools.partial(DecodeState.create, config, num_slots=slots, num_pages=pages, dtype=pool_dtype(dtype))
     )
     ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
     batch = DecodeBatch(slots=ids, context_lens=ids, page_table=jax.ShapeDtypeStruct((rows, 8), jnp.int32))
@@ -53,7 +53,7 @@ def test_decode_makes_no_copy_of_a_pool():
     slots, pages = 512, 2049
     analysis = lowered_decode(DEMO, jnp.bfloat16, slots=slots, pages=pages).compile().memory_analysis()
     state = jax.eval_shape(functools.partial(
-        DecodeState.create, DEMO, num_slots=slots, num_pages=pages, dtype=jnp.bfloat16
+        DecodeState.create, DEMO, num_slots=slots, num_pages=pages, dtype=pool_dtype(jnp.bfloat16)
     ))
     smallest_share = min(math.prod(pool.shape[1:]) * pool.dtype.itemsize for pool in jax.tree.leaves(state))
     assert analysis.temp_size_in_bytes < smallest_share

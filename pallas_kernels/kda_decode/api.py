@@ -45,7 +45,7 @@ def kda_decode(
       norm_weight: [V] float32 or bfloat16, shared by the heads.
       A_log: [H] float32.
       dt_bias: [H, K] float32.
-      conv_pool: [L, S, 3, H, K, W - 1] in qkv's dtype, the previous inputs, oldest first; donate it.
+      conv_pool: [L, S, 3, H, K, W - 1] in qkv's dtype or float32, the previous inputs, oldest first; donate it.
       state_pool: [L, S, H, V, K] float32, value-major; donate it.
       layer: int32 scalar, which of the L layers.
       slots: [B] int32, each row's slot; a row with slot 0 is unused: it writes nothing and its output is zero.
@@ -140,4 +140,4 @@ def _check_arguments(
         checks.require_dtype(OP, name, array, *FLOATS)
     for name, array in {"A_log": A_log, "dt_bias": dt_bias, "state_pool": state_pool}.items():
         checks.require_dtype(OP, name, array, jnp.float32)
-    checks.require_dtype(OP, "conv_pool", conv_pool, qkv.dtype)
+    checks.require_dtype(OP, "conv_pool", conv_pool, qkv.dtype, jnp.float32)

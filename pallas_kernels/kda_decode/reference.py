@@ -32,7 +32,7 @@ def kda_decode(qkv, gate, beta, output_gate, conv_weight, norm_weight, A_log, dt
     def step(pools, row):
         conv_pool, state_pool = pools
         qkv, gate, beta, output_gate, slot = row
-        window = jnp.concatenate([stacks.read(conv_pool, layer, slot), qkv[..., None]], axis=-1)
+        window = jnp.concatenate([stacks.read(conv_pool, layer, slot).astype(dtype), qkv[..., None]], axis=-1)
         convolved = jnp.sum(window.astype(jnp.float32) * conv_weight.astype(jnp.float32), axis=-1)
         q, k, v = round_to(jax.nn.silu(convolved), dtype)
         out, state = recurrence_step(

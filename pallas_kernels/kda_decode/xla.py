@@ -17,7 +17,7 @@ def kda_decode(qkv, gate, beta, output_gate, conv_weight, norm_weight, A_log, dt
                slots, *, lower_bound, norm_eps) -> KdaDecodeOutput:
     """See `pallas_kernels.kda_decode.api.kda_decode`."""
     dtype, used = qkv.dtype, slots > 0
-    tails = stacks.read(conv_pool, layer, slots)
+    tails = stacks.read(conv_pool, layer, slots).astype(dtype)
     taps = [tails[..., index] for index in range(tails.shape[-1])] + [qkv]
     convolved = round_to(kda_math.conv_silu(taps, conv_weight), dtype)
     q = kda_math.l2_normalize(convolved[:, 0]) * qkv.shape[-1] ** -0.5

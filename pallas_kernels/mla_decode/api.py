@@ -31,7 +31,7 @@ def mla_decode(
       q: [B, H, Dn + Dr], one token a row.
       latent: [B, R + Dr], the normed latent and the raw shared key of the same tokens.
       kv_b_proj: [L, H, Dn + V, R], stacked over the MLA layers.
-      pages: [L, P, page_size, R + Dr]; donate it for an update in place. Page 0 is the dummy.
+      pages: [L, P, page_size, R + Dr] in q's dtype or float32; donate it for an update in place. Page 0 is the dummy.
       layer: int32 scalar, which layer of `kv_b_proj` and `pages`.
       page_table: [B, max_pages] int32. A row whose page for the new token is 0 is unused.
       context_lens: [B] int32, tokens in the pages before this call.

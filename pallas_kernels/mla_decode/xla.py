@@ -22,7 +22,7 @@ def mla_decode(
     key_up, value_up = mla_pages.split_kv_b_proj(kv_b_proj, layer, dims)
     absorbed = mla_pages.einsum("bhn,hnr->bhr", q[..., : dims.nope], key_up).astype(q.dtype)
     queries = jnp.concatenate([absorbed, q[..., dims.nope :]], axis=-1)
-    cache = mla_pages.PagedKeys.tiled(pages, layer, page_table, key_tile)
+    cache = mla_pages.PagedKeys.tiled(pages, layer, page_table, key_tile, q.dtype)
 
     def add_keys(number, softmax):
         cached, _, readable = cache.read(number, end)

@@ -32,7 +32,7 @@ def mla_prefill(
       q: [T, H, Dn + Dr], packed.
       latent: [T, R + Dr], the normed latent and the raw shared key of the same tokens.
       kv_b_proj: [L, H, Dn + V, R], stacked over the MLA layers.
-      pages: [L, P, page_size, R + Dr]; donate it for an update in place. Page 0 is the dummy.
+      pages: [L, P, page_size, R + Dr] in q's dtype or float32; donate it for an update in place. Page 0 is the dummy.
       layer: int32 scalar, which layer of `kv_b_proj` and `pages`.
       page_table: [N, max_pages] int32, pages of each sequence in order.
       context_lens: [N] int32, tokens in the pages before this call.

@@ -18,7 +18,7 @@ def mla_prefill(q, latent, kv_b_proj, pages, layer, page_table, context_lens, cu
 
     def attend(query, position, row_pages):
         """[H, Dn + Dr] -> [H, V] of one token; `row_pages` [max_pages] are those of its sequence."""
-        cached = pages[layer, row_pages].reshape(-1, pages.shape[-1])
+        cached = pages[layer, row_pages].reshape(-1, pages.shape[-1]).astype(q.dtype)
         seen = (jnp.arange(cached.shape[0]) <= position) & jnp.repeat(row_pages > 0, page_size)
         cached = jnp.where(seen[:, None], cached, 0)
         content, shared_key = cached[:, : dims.latent], cached[:, dims.latent :]

@@ -31,7 +31,7 @@ def mla_prefill(
     pages = mla_pages.write_latents(pages, layer, latent, page, position % page_size)
 
     key_up, value_up = mla_pages.split_kv_b_proj(kv_b_proj, layer, dims)
-    cache = mla_pages.PagedKeys.tiled(pages, layer, page_table, key_tile)
+    cache = mla_pages.PagedKeys.tiled(pages, layer, page_table, key_tile, q.dtype)
     query_tiles = tiles.tile_sequences(cu_seqlens, num_tokens, query_tile)
     padded_q = jnp.pad(q, ((0, query_tile), (0, 0), (0, 0)))
 

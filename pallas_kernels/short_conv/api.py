@@ -32,7 +32,7 @@ def short_conv(
     Args:
       x: [T, 3, H, K] float32 or bfloat16, raw q, k and v projections of packed sequences.
       weight: [3, H, K, W] float32 or bfloat16; the last tap multiplies the current token.
-      conv_pool: [L, S, 3, H, K, W - 1] in x's dtype, the inputs before each sequence, oldest first; donate it.
+      conv_pool: [L, S, 3, H, K, W - 1] in x's dtype or float32, inputs before each sequence, oldest first; donate it.
       layer: int32 scalar, which of the L layers.
       slots: [N] int32, each sequence's slot; 0 only for empty sequences.
       has_initial_state: [N] bool; where False the sequence starts from zeros, whatever its slot holds.
@@ -84,4 +84,4 @@ def _check_arrays(x, weight, conv_pool, layer, slots, has_initial_state, cu_seql
         )
     checks.require_dtype(OP, "x", x, *FLOATS)
     checks.require_dtype(OP, "weight", weight, *FLOATS)
-    checks.require_dtype(OP, "conv_pool", conv_pool, x.dtype)
+    checks.require_dtype(OP, "conv_pool", conv_pool, x.dtype, jnp.float32)

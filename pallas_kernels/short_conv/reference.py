@@ -15,7 +15,7 @@ class ShortConvOutput(NamedTuple):
     Attributes:
       out: [T, 3, H, K] in x's dtype; zero for padding rows.
       conv_pool: [L, S, 3, H, K, W - 1], the used slots replaced.
-      snapshots: [M, 3, H, K, W - 1] in x's dtype; zero where unused.
+      snapshots: [M, 3, H, K, W - 1] in the pool's dtype; zero where unused.
     """
 
     out: jax.Array
@@ -59,18 +59,19 @@ def finish(out, x, tails, conv_pool, layer, slots, cu_seqlens, snapshot_position
     return ShortConvOutput(
         out,
         stacks.write(conv_pool, layer, (slots,), new_tails, (lengths > 0) & (slots > 0)),
-        jnp.where(wanted[:, None, None, None, None], snapshots, 0),
+        jnp.where(wanted[:, None, None, None, None], snapshots, 0).astype(conv_pool.dtype),
     )
 
 
-def initial_tails(conv_pool, layer, slots, has_initial_state):
+def initial_tails(conv_pool, layer, slots, has_initial_state, dtype):
     """[N, 3, H, K, W - 1] tails before the sequences, zero without an initial state."""
-    return jnp.where(has_initial_state[:, None, None, None, None], stacks.read(conv_pool, layer, slots), 0)
+    tails = stacks.read(conv_pool, layer, slots).astype(dtype)
+    return jnp.where(has_initial_state[:, None, None, None, None], tails, 0)
 
 
 def short_conv(x, weight, conv_pool, layer, slots, has_initial_state, cu_seqlens, *, snapshot_positions):
     """See `pallas_kernels.short_conv.api.short_conv`."""
-    tails = initial_tails(conv_pool, layer, slots, has_initial_state)
+    tails = initial_tails(conv_pool, layer, slots, has_initial_state, x.dtype)
     sequence, valid = sequence_of_rows(cu_seqlens, x.shape[0])
     offset = jnp.arange(x.shape[0]) - cu_seqlens[sequence]
     taps = [

@@ -11,7 +11,7 @@ def short_conv(x, weight, conv_pool, layer, slots, has_initial_state, cu_seqlens
                snapshot_positions) -> ShortConvOutput:
     """See `pallas_kernels.short_conv.api.short_conv`."""
     num_tokens, width = x.shape[0], weight.shape[-1] - 1
-    tails = initial_tails(conv_pool, layer, slots, has_initial_state)
+    tails = initial_tails(conv_pool, layer, slots, has_initial_state, x.dtype)
     _, valid = sequence_of_rows(cu_seqlens, num_tokens)
     padded = jnp.pad(x, ((width, 0), (0, 0), (0, 0), (0, 0)))
     out = kda_math.conv_silu([padded[start:start + num_tokens] for start in range(width + 1)], weight)

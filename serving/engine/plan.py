@@ -8,7 +8,7 @@ import jax
 from k3jax.errors import UserError
 from k3jax.language_model import LanguageModel
 from k3jax.memory import available_bytes, check_fits, required_bytes
-from k3jax.state import PAGE_SIZE
+from k3jax.state import PAGE_SIZE, pool_dtype
 from serving.engine.config import EngineConfig
 from serving.engine.steps import EngineState
 from serving.prefix_cache import CacheConfig, CostModel
@@ -45,12 +45,13 @@ class Plan:
         Raises:
           UserError: there is not enough memory, or a limit is too small to be of use.
         """
-        cost = CostModel.for_model(lm.config, itemsize=jax.numpy.dtype(lm.dtype).itemsize)
+        cost = CostModel.for_model(lm.config, itemsize=jax.numpy.dtype(pool_dtype(lm.dtype)).itemsize)
         page_bytes, smallest = PAGE_SIZE * cost.token_bytes, cost.snapshot_bytes + PAGE_SIZE * cost.token_bytes
         context = config.context or lm.config.max_position_embeddings
         num_slots, max_pages = config.max_batch + 1, -(-context // PAGE_SIZE)
         create = functools.partial(
-            EngineState.create, lm.config, num_slots=num_slots, num_pages=1, max_pages=max_pages, dtype=lm.dtype
+            EngineState.create, lm.config, num_slots=num_slots, num_pages=1, max_pages=max_pages,
+            dtype=pool_dtype(lm.dtype),
         )
         fixed = required_bytes(jax.eval_shape(create))
         # Half for pages, allocated now; half for snapshots, one by one.
@@ -82,7 +83,8 @@ class Plan:
     def create_state(self, lm: LanguageModel) -> EngineState:
         """Empty pools."""
         return EngineState.create(
-            lm.config, num_slots=self.num_slots, num_pages=self.num_pages, max_pages=self.max_pages, dtype=lm.dtype
+            lm.config, num_slots=self.num_slots, num_pages=self.num_pages, max_pages=self.max_pages,
+            dtype=pool_dtype(lm.dtype),
         )
 
 

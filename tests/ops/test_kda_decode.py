@@ -175,17 +175,18 @@ def test_prefill_then_decode_equals_one_prefill(length, steps, lower_bound, seed
     np.testing.assert_allclose(states, whole_states, atol=1e-5)
 
 
+@pytest.mark.parametrize("pool_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_rounds_where_prefill_does(backend):
+def test_bfloat16_rounds_where_prefill_does(backend, pool_dtype):
     """After the convolution and before the norm; a float64 layer with these two roundings is met to one more."""
     rng = np.random.default_rng(2)
     weight, pool = weights(rng), pools(rng)
     token = {key: jnp.asarray(x, jnp.bfloat16) for key, x in tokens(rng, B).items()}
     tails = jnp.asarray(pool["conv_pool"], jnp.bfloat16)
     slots = np.array([4, 1, 6], np.int32)
-    result = compiled(-5.0, backend)(**token, **weight, conv_pool=tails, state_pool=pool["state_pool"],
-                                     layer=jnp.int32(LAYER), slots=slots)
-    assert result.out.dtype == result.conv_pool.dtype == jnp.bfloat16
+    pool["conv_pool"] = tails.astype(pool_dtype)
+    result = compiled(-5.0, backend)(**token, **weight, **pool, layer=jnp.int32(LAYER), slots=slots)
+    assert result.out.dtype == jnp.bfloat16 and result.conv_pool.dtype == pool_dtype
     with_roundings = without = 0.0
     for row, slot in enumerate(slots):
         args = ({key: x[row:row + 1] for key, x in token.items()}, weight, tails[LAYER, slot],
@@ -239,7 +240,7 @@ def arguments(**changes):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"qkv": jnp.zeros((B, 3, H, K), jnp.bfloat16)}, "conv_pool has dtype float32, expected bfloat16"),
+        ({"conv_pool": jnp.zeros((LAYERS, SLOTS, 3, H, K, 3), jnp.bfloat16)}, "conv_pool has dtype bfloat16, expected"),
         ({"output_gate": jnp.zeros((B, H, K + 1))}, r"output_gate has shape .*, expected \[B=3, H=2, K=16\]"),
         ({"slots": jnp.zeros(B + 1, jnp.int32)}, r"slots has shape \(4,\), expected \[B=3\]"),
         ({"conv_weight": jnp.zeros((3, H, K, 3))}, "conv_pool keeps 3 inputs for 3 taps, expected 2"),

@@ -129,12 +129,14 @@ def test_a_split_equals_one_call_bitwise(cut):
     np.testing.assert_array_equal(second.conv_pool, whole.conv_pool)
 
 
+@pytest.mark.parametrize("pool_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_costs_one_rounding(backend):
+def test_bfloat16_costs_one_rounding(backend, pool_dtype):
     inputs = random_inputs(np.random.default_rng(2))
     halves = inputs | {key: jnp.asarray(inputs[key], jnp.bfloat16) for key in ("x", "conv_pool")}
+    halves["conv_pool"] = halves["conv_pool"].astype(pool_dtype)
     result = compiled(backend)(**halves, **packing((70, 1, 0)))
-    assert result.out.dtype == result.conv_pool.dtype == jnp.bfloat16
+    assert result.out.dtype == jnp.bfloat16 and result.conv_pool.dtype == result.snapshots.dtype == pool_dtype
     out, tail = oracle.conv(halves["x"][:70], inputs["weight"], halves["conv_pool"][LAYER, SLOT_OF_SEQUENCE[0]])
     np.testing.assert_allclose(np.asarray(result.out[:70], np.float64), out, rtol=2.0**-8, atol=1e-6)
     np.testing.assert_array_equal(np.asarray(result.conv_pool[LAYER, SLOT_OF_SEQUENCE[0]], np.float64), tail)
