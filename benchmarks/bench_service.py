@@ -79,14 +79,14 @@ async def run_load(client: AsyncClient, load: Load) -> tuple[list[Result], float
 
     async def worker() -> None:
         for prompt, cancel_at in left:
-            results.append(await _ask(client, prompt, load.new_tokens, cancel_at))
+            results.append(await ask(client, prompt, load.new_tokens, cancel_at))
 
     start = time.monotonic()
     await asyncio.gather(*(worker() for _ in range(load.streams)))
     return results, time.monotonic() - start
 
 
-async def _ask(client: AsyncClient, prompt: list[int], new_tokens: int, cancel_at: int | None) -> Result:
+async def ask(client: AsyncClient, prompt: list[int], new_tokens: int, cancel_at: int | None) -> Result:
     """One request; with `cancel_at` it is cancelled when so many tokens have come."""
     result, last = Result(), time.monotonic()
     stream = client.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True)
@@ -95,7 +95,7 @@ async def _ask(client: AsyncClient, prompt: list[int], new_tokens: int, cancel_a
             async for event in stream:
                 if isinstance(event, Accepted):
                     result.cached_tokens, result.prompt_tokens = event.cached_tokens, event.prompt_tokens
-                elif isinstance(event, Delta):
+                elif isinstance(event, Delta) and event.token_ids:  # some bring text that was held back
                     now = time.monotonic()
                     if result.first is None:
                         result.first = now - last
@@ -155,7 +155,7 @@ def _memory_mib(pid: int) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _server(flags: list[str]) -> AsyncIterator[tuple[str, int]]:
+async def running_server(flags: list[str]) -> AsyncIterator[tuple[str, int]]:
     """Address and process id of a server that ends with the block."""
     command = [sys.executable, "-m", "serving.server", "--port", "0", *flags]
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
@@ -175,7 +175,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     async with contextlib.AsyncExitStack() as stack:
         address, pid = arguments.address, None
         if address is None:
-            address, pid = await stack.enter_async_context(_server(arguments.server_flags))
+            address, pid = await stack.enter_async_context(running_server(arguments.server_flags))
         client = await stack.enter_async_context(AsyncClient(address))
         await client.wait_until_ready(600)
         for number in range(arguments.rounds):
