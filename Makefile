@@ -4,6 +4,7 @@
 #   make test      style and the quick tests: a quarter of an hour at most on two cores
 #   make test-all  every test: an hour at most
 #   make test-cache-long  a million random operations on the prefix cache
+#   make prove-fit compile Kimi K3 for TPU slices that are not here: half an hour
 #   make lint      style only
 #   make clean     remove what was installed and built
 
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # A file's tests share compiled functions, so a file stays on one worker.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-all test-cache-long lint clean
+.PHONY: demo test test-all test-cache-long prove-fit lint clean
 
 demo: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m k3jax.generate </dev/null
@@ -29,6 +30,9 @@ test-all: lint
 
 test-cache-long: $(VENV)/installed-dev
 	K3JAX_CACHE_OPERATIONS=1000000 $(BIN)/python -m pytest tests/serving/test_prefix_cache_machine.py
+
+prove-fit: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/prove_fit.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/python -m ruff check .

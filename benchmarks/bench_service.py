@@ -148,7 +148,7 @@ def report(results: list[Result], seconds: float) -> None:
             print(f"{name}: p50 {p50:.1f} ms, p90 {p90:.1f} ms, p99 {p99:.1f} ms")
 
 
-def _memory_mib(pid: int) -> float:
+def memory_mib(pid: int) -> float:
     """Resident memory of a process of this machine."""
     status = pathlib.Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024
@@ -181,7 +181,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         for number in range(arguments.rounds):
             round_load = dataclasses.replace(load, seed=load.seed + number)
             report(*await run_load(client, round_load))
-            print(await check_idle(client), end="\n" if pid is None else f", server RSS {_memory_mib(pid):.0f} MiB\n")
+            print(await check_idle(client), end="\n" if pid is None else f", server RSS {memory_mib(pid):.0f} MiB\n")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Kimi Delta Attention: the linear attention of three layers in four (K3 technical report, section 2.1.1)."""
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -7,14 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.config import K3Config
+from k3jax.kda_context import kda_prefill, short_conv
 from k3jax.layers import project
 from k3jax.modules import DeclaredModule
 from k3jax.state import Batch, DecodeBatch, DecodeState, PrefillBatch, Snapshots
 from k3jax.weights import Source, Weight, linear, norm, normal, stacked, uniform
-from pallas_kernels.kda_decode import kda_decode
+from pallas_kernels.kda_decode import KdaDecodeOutput, kda_decode
 from pallas_kernels.kda_math import decay_gate, gated_rms_norm
-from pallas_kernels.kda_prefill import kda_prefill
-from pallas_kernels.short_conv import short_conv
+
+# Logical axes of what the ops take beside activations.
+_CONV_WEIGHT, _A_LOG, _DT_BIAS = ("qkv", "kda_heads", "key_dim", "taps"), ("kda_heads",), ("kda_heads", "key_dim")
+_POOLS, _SNAPSHOTS = DecodeState.axes(), Snapshots.axes()
 
 
 class KimiDeltaAttention(DeclaredModule):
@@ -92,9 +96,8 @@ class KimiDeltaAttention(DeclaredModule):
         bound, eps = self.config.gate_lower_bound, self.config.rms_norm_eps
 
         if isinstance(batch, DecodeBatch):
-            heads, conv_tail, kda_state = kda_decode(
-                qkv, decay, beta, output_gate, qkv_conv, o_norm, a_log, dt_bias, state.conv_tail, state.kda_state,
-                layer, batch.slots, lower_bound=bound, norm_eps=eps,
+            heads, conv_tail, kda_state = self._decode(
+                qkv, decay, beta, output_gate, qkv_conv, o_norm, a_log, dt_bias, layer, state, batch
             )
         else:
             heads, conv_tail, kda_state, snapshots = self._prefill(
@@ -117,21 +120,48 @@ class KimiDeltaAttention(DeclaredModule):
         g_a, g_b = self.layer_params(layer, "g_a_proj", "g_b_proj")
         return project(project(x, g_a), g_b)
 
+    def _decode(self, qkv, decay, beta, output_gate, qkv_conv, o_norm, a_log, dt_bias, layer, state: DecodeState,
+                batch: DecodeBatch) -> KdaDecodeOutput:
+        """One token a row: every device has all of its sequences' heads' states."""
+        heads = ("sequences", "kda_heads", "key_dim")
+        decode = self.layout.local(
+            functools.partial(kda_decode, lower_bound=self.config.gate_lower_bound, norm_eps=self.config.rms_norm_eps),
+            (("sequences", "qkv", "kda_heads", "key_dim"), heads, heads[:2], heads, _CONV_WEIGHT, ("value_dim",),
+             _A_LOG, _DT_BIAS, _POOLS.conv_tail, _POOLS.kda_state, (), ("sequences",)),
+            KdaDecodeOutput(heads, _POOLS.conv_tail, _POOLS.kda_state),
+        )
+        return decode(
+            qkv, decay, beta, output_gate, qkv_conv, o_norm, a_log, dt_bias, state.conv_tail, state.kda_state, layer,
+            batch.slots,
+        )
+
     def _prefill(self, qkv, decay, beta, qkv_conv, a_log, dt_bias, layer, state: DecodeState, batch: PrefillBatch,
                  snapshots: Snapshots):
         """Convolution and scan over packed sequences; returns (heads, conv_tail, kda_state, snapshots)."""
-        has_context = batch.context_lens > 0
-        conv = short_conv(
-            qkv, qkv_conv, state.conv_tail, layer, batch.slots, has_context, batch.cu_seqlens,
-            snapshot_positions=batch.snapshot_positions,
+        split = self.layout.beyond("tokens", "sequences")
+
+        def local(qkv, decay, beta, qkv_conv, a_log, dt_bias, conv_pool, state_pool, layer, batch):
+            has_context = batch.context_lens > 0
+            conv = short_conv(
+                qkv, qkv_conv, conv_pool, layer, batch.slots, has_context, batch.cu_seqlens,
+                snapshot_positions=batch.snapshot_positions, axes=split,
+            )
+            q, k, v = (conv.out[:, part] for part in range(3))
+            scan = kda_prefill(
+                q, k, v, decay, beta, a_log, dt_bias, state_pool, layer, batch.slots, has_context, batch.cu_seqlens,
+                lower_bound=self.config.gate_lower_bound, snapshot_positions=batch.snapshot_positions, axes=split,
+            )
+            return scan.out, conv.conv_pool, scan.state_pool, Snapshots(scan.snapshots, conv.snapshots)
+
+        heads = ("tokens", "kda_heads", "key_dim")
+        of_a_layer = Snapshots(_SNAPSHOTS.kda_state[1:], _SNAPSHOTS.conv_tail[1:])
+        out, conv_tail, kda_state, taken = self.layout.local(
+            local,
+            (("tokens", "qkv", "kda_heads", "key_dim"), heads, heads[:2], _CONV_WEIGHT, _A_LOG, _DT_BIAS,
+             _POOLS.conv_tail, _POOLS.kda_state, (), batch.axes()),
+            (heads, _POOLS.conv_tail, _POOLS.kda_state, of_a_layer),
+        )(qkv, decay, beta, qkv_conv, a_log, dt_bias, state.conv_tail, state.kda_state, layer, batch)
+        snapshots = jax.tree.map(
+            lambda stack, new: jax.lax.dynamic_update_index_in_dim(stack, new, layer, 0), snapshots, taken
         )
-        q, k, v = (conv.out[:, part] for part in range(3))
-        scan = kda_prefill(
-            q, k, v, decay, beta, a_log, dt_bias, state.kda_state, layer, batch.slots, has_context, batch.cu_seqlens,
-            lower_bound=self.config.gate_lower_bound, snapshot_positions=batch.snapshot_positions,
-        )
-        snapshots = Snapshots(
-            kda_state=jax.lax.dynamic_update_index_in_dim(snapshots.kda_state, scan.snapshots, layer, 0),
-            conv_tail=jax.lax.dynamic_update_index_in_dim(snapshots.conv_tail, conv.snapshots, layer, 0),
-        )
-        return scan.out, conv.conv_pool, scan.state_pool, snapshots
+        return out, conv_tail, kda_state, snapshots

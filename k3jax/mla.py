@@ -12,6 +12,8 @@ from k3jax.state import Batch, DecodeBatch, DecodeState
 from k3jax.weights import Weight, linear, norm, stacked
 from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.mla_prefill import mla_prefill
+from pallas_kernels.page_part import PagePart
+from sharding import Layout
 
 LATENT_NORM_EPS = 1e-6
 """The reference code builds both latent norms without an epsilon, and this is its default."""
@@ -55,7 +57,7 @@ class MultiHeadLatentAttention(DeclaredModule):
             "kv_a_norm": norm("self_attn.kv_a_layernorm.weight", latent, "latent"),
             "kv_b_proj": linear(
                 "self_attn.kv_b_proj.weight", (heads, config.qk_nope_head_dim + value, latent),
-                ("mla_heads", "key_value_dim", "latent"), config, outputs=2,
+                ("mla_kv_heads", "key_value_dim", "latent"), config, outputs=2,
             ),
             **gate,
             "o_proj": linear(
@@ -75,17 +77,10 @@ class MultiHeadLatentAttention(DeclaredModule):
         Returns:
           [T, D] output and the new state.
         """
-        query = self._query(x, layer)
-        latent = self._latent(x, layer)
-        kv_b_proj = self.params["kv_b_proj"]
-        if isinstance(batch, DecodeBatch):
-            heads, pages = mla_decode(
-                query, latent, kv_b_proj, state.mla_pages, layer, batch.page_table, batch.context_lens
-            )
-        else:
-            heads, pages = mla_prefill(
-                query, latent, kv_b_proj, state.mla_pages, layer, batch.page_table, batch.context_lens, batch.cu_seqlens
-            )
+        heads, pages = attend(
+            self._query(x, layer), self._latent(x, layer), self.params["kv_b_proj"], state.mla_pages, layer, batch,
+            self.layout,
+        )
         if self.config.mla_use_output_gate:
             gate = project(x, *self.layer_params(layer, "g_proj"))
             gate = jax.nn.sigmoid(gate.astype(jnp.float32))
@@ -106,3 +101,75 @@ class MultiHeadLatentAttention(DeclaredModule):
         both = project(x, kv_a)
         latent, key = jnp.split(both, [self.config.kv_lora_rank], axis=-1)
         return jnp.concatenate([rms_norm(latent, kv_norm, LATENT_NORM_EPS), key], axis=-1)
+
+
+def attend(query: jax.Array, latent: jax.Array, kv_b_proj: jax.Array, pages: jax.Array, layer: jax.Array, batch: Batch,
+           layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """Stores the tokens' latents and attends to their sequences.
+
+    Devices that split the pages each attend to their own keys, with the queries of all rows and heads that read them.
+    So queries are gathered before, and of the merged result each device keeps its own rows and heads.
+
+    Args:
+      query: [T, H, Dn + Dr].
+      latent: [T, R + Dr].
+      kv_b_proj: [L, H, Dn + V, R].
+      pages: [L, P, page size, R + Dr].
+      layer, batch: as for the layer.
+      layout: how all these lie on devices.
+
+    Returns:
+      [T, H, V] and the new pages.
+
+    Raises:
+      ValueError: the strategy splits rows or heads over a mesh axis that does not split the keys.
+    """
+    rows = batch.row_axis
+    op, lengths = (mla_decode, ()) if isinstance(batch, DecodeBatch) else (mla_prefill, (batch.cu_seqlens,))
+    more_rows, more_heads = layout.beyond(rows, "sequences"), layout.beyond("mla_heads", "mla_kv_heads")
+    keys = layout.over("page_tokens")
+    if lonely := set(more_rows + more_heads).difference(keys):
+        raise ValueError(
+            f"strategy {layout.strategy.name!r} splits MLA's rows or heads over mesh axis {min(lonely)!r}; expected "
+            "page_tokens to be split over it too"
+        )
+
+    def local(query, latent, *arguments):
+        query = layout.gather(layout.gather(query, more_rows, 0), more_heads, 1)
+        latent = layout.gather(latent, more_rows, 0)
+        if not keys:
+            return op(query, latent, *arguments)[:2]
+        part = PagePart(layout.index("page_tokens"), layout.parts("page_tokens"))
+        out, pages, lse = op(query, latent, *arguments, part=part)
+        return merge_parts(out, lse, layout, more_rows, more_heads).astype(query.dtype), pages
+
+    heads, pool, of_sequences = (rows, "mla_heads", "width"), DecodeState.axes().mla_pages, ("sequences",)
+    run = layout.local(
+        local,
+        (heads, (rows, "latent"), ("layers", "mla_kv_heads", "width", "latent"), pool, (), (*of_sequences, "table"),
+         of_sequences, *[of_sequences] * len(lengths)),
+        (heads, pool),
+    )
+    return run(query, latent, kv_b_proj, pages, layer, batch.page_table, batch.context_lens, *lengths)
+
+
+def merge_parts(out: jax.Array, lse: jax.Array, layout: Layout, rows: tuple[str, ...],
+                heads: tuple[str, ...]) -> jax.Array:
+    """Attention over all keys out of that over each device's keys, as a softmax over their log-sum-exps.
+
+    Args:
+      out: [rows, H, V] float32, zero without keys.
+      lse: [rows, H] float32, -inf without keys.
+      layout: which devices share the keys.
+      rows, heads: mesh axes over which the result is split.
+
+    Returns:
+      [rows / devices of `rows`, H / devices of `heads`, V] float32; zero where nobody has keys.
+    """
+    keys = layout.over("page_tokens")
+    lses = layout.gather(lse[None], keys, 0)
+    whole = jax.nn.logsumexp(lses, axis=0)
+    weight = jnp.exp(lse - jnp.where(whole > -jnp.inf, whole, 0))
+    rest = tuple(axis for axis in keys if axis not in rows + heads)
+    out = layout.sum_scatter(layout.sum_scatter(weight[..., None] * out, rows, 0), heads, 1)
+    return layout.sum(out, rest)

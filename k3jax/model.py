@@ -6,8 +6,10 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 
 from k3jax.config import K3Config
+from k3jax.errors import users_mistake
 from k3jax.kda import KimiDeltaAttention
 from k3jax.layers import project
 from k3jax.mla import MultiHeadLatentAttention
@@ -17,7 +19,8 @@ from k3jax.moe import MixtureOfExperts
 from k3jax.residual import LayerInputs, OutputMix, Residual
 from k3jax.schedule import Segment, schedule
 from k3jax.state import Batch, DecodeState, PrefillBatch, Snapshots
-from k3jax.weights import WeightTree, linear, map_weights
+from k3jax.weights import WeightTree, leaves, linear, placements
+from sharding import ONE_DEVICE, Layout
 
 
 class ModelOutput(NamedTuple):
@@ -60,13 +63,13 @@ class Embeddings(DeclaredModule):
             "lm_head": linear("lm_head.weight", shape, axes, config, outputs=1),
         }
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """[T] -> [T, D]; not scaled."""
-        return self.params["embed_tokens"][tokens].astype(self.dtype)
+    def embed(self, tokens: jax.Array, rows: str) -> jax.Array:
+        """[T] -> [T, D]; not scaled. `rows` is the logical axis of T."""
+        return self.layout.constrain(self.params["embed_tokens"][tokens].astype(self.dtype), (rows, "width"))
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """[T, D] -> [T, vocabulary] float32."""
-        return project(x, self.params["lm_head"], dtype=jnp.float32)
+        """[sequences, D] -> [sequences, vocabulary] float32."""
+        return self.layout.constrain(project(x, self.params["lm_head"], dtype=jnp.float32), ("sequences", "vocab"))
 
 
 class K3ForCausalLM(nn.Module):
@@ -80,10 +83,12 @@ class K3ForCausalLM(nn.Module):
     Attributes:
       config: the architecture.
       dtype: float32 or bfloat16, of activations and of the weights that have no dtype of their own.
+      layout: how parameters, state and batches lie on devices.
     """
 
     config: K3Config
     dtype: Any = jnp.bfloat16
+    layout: Layout = ONE_DEVICE
 
     MODULES = {
         "embeddings": Embeddings,
@@ -102,13 +107,15 @@ class K3ForCausalLM(nn.Module):
         return {name: tree for name, tree in trees.items() if tree}
 
     @classmethod
-    def abstract_params(cls, config: K3Config, dtype: Any) -> dict[str, Any]:
-        """Shapes and dtypes of the parameters, without making any."""
-        return map_weights(lambda weight: weight.abstract(dtype), cls.weights(config))
+    def abstract_params(cls, config: K3Config, dtype: Any, layout: Layout = ONE_DEVICE) -> dict[str, Any]:
+        """Shapes, dtypes and, on a mesh, shardings of the parameters, without making any."""
+        weights = cls.weights(config)
+        shardings = placements(weights, layout)
+        return unflatten_dict({path: weight.abstract(dtype, shardings[path]) for path, weight in leaves(weights)})
 
     def setup(self):
         for name, module in self.MODULES.items():
-            setattr(self, name, module(self.config, self.dtype))
+            setattr(self, name, module(self.config, self.dtype, self.layout))
 
     def __call__(self, tokens: jax.Array, state: DecodeState, batch: Batch, logit_rows: jax.Array | None = None, *,
                  capture: bool = False) -> ModelOutput:
@@ -118,15 +125,21 @@ class K3ForCausalLM(nn.Module):
           tokens: [T] int32; packed sequences for a `PrefillBatch`, one a row for a `DecodeBatch`.
           state: pools; donate them under jit.
           batch: which tokens belong together and where their state lies.
-          logit_rows: [rows] int32 packed rows to give logits for; None = the last of each sequence.
+          logit_rows: [rows] int32 packed rows to give logits for, split like sequences; None = the last of each
+            sequence.
           capture: also return what happened inside the layers.
 
         Returns:
           See `ModelOutput`.
+
+        Raises:
+          UserError: the mesh does not divide the rows or the sequences.
         """
-        used = batch.used_rows(tokens.shape[0])
+        self._check_rows(tokens, batch)
+        used = batch.used_rows(tokens.shape[0], self.layout)
         carry = _Carry(
-            Residual.create(self.embeddings.embed(tokens), self.config), state, self._no_snapshots(state, batch)
+            Residual.create(self.embeddings.embed(tokens, batch.row_axis), self.config), state,
+            self._no_snapshots(state, batch),
         )
         captured: dict[str, list[jax.Array]] = {}
         for segment in schedule(list(zip(self.config.layer_types, self.config.mlp_types))):
@@ -136,19 +149,26 @@ class K3ForCausalLM(nn.Module):
         intermediates = {name: jnp.concatenate(values) for name, values in captured.items()}
         if capture and self.config.attn_res_block_size:
             intermediates["block_residuals"] = carry.stream.blocks[:-1]
-        rows = batch.last_rows() if logit_rows is None else logit_rows
-        x, taken = self.output(carry.stream.take(rows), capture)
+        rows = batch.last_rows(self.layout) if logit_rows is None else logit_rows
+        x, taken = self.output(carry.stream.take(rows, self.layout, batch.row_axis), capture)
         logits = self.embeddings.logits(x)
         return ModelOutput(logits, carry.state, carry.snapshots, {**intermediates, **taken})
+
+    def _check_rows(self, tokens: jax.Array, batch: Batch) -> None:
+        if self.layout.mesh is not None:
+            with users_mistake():
+                self.layout.placement((batch.row_axis,), tokens.shape, "tokens of a step")
+                self.layout.placement(("sequences",), batch.slots.shape, "slots of a batch")
 
     def _no_snapshots(self, state: DecodeState, batch: Batch) -> Snapshots:
         """Zeros for every snapshot that the batch may ask for."""
         count = batch.snapshot_positions.shape[0] if isinstance(batch, PrefillBatch) else 0
         layers = state.kda_state.shape[0]
-        return Snapshots(
+        zeros = Snapshots(
             kda_state=jnp.zeros((layers, count, *state.kda_state.shape[2:]), state.kda_state.dtype),
             conv_tail=jnp.zeros((layers, count, *state.conv_tail.shape[2:]), state.conv_tail.dtype),
         )
+        return jax.tree.map(self.layout.constrain, zeros, Snapshots.axes()) if count else zeros
 
     def _segment(self, carry: _Carry, segment: Segment, batch: Batch, used: jax.Array, capture: bool):
         """All repetitions of a group of runs; returns the carry and what was captured, [layers, ...] each."""
@@ -180,18 +200,22 @@ class K3ForCausalLM(nn.Module):
                 out, state, snapshots, taken = self.kda(x, index, carry.state, batch, carry.snapshots, capture)
             else:
                 (out, state), snapshots, taken = self.mla(x, index, carry.state, batch), carry.snapshots, {}
-            stream = stream.replace(delta=out)
+            stream = stream.replace(delta=self._constrain(out, batch))
         captured |= {"attention_input": x, "attention_output": out, **sources, **taken}
         with jax.named_scope(mlp):
             x, stream, sources = self.layer_inputs.mlp(stream, layer, capture)
             index = self._index(mlp, layer)
             if mlp == "moe":
-                out, taken = self.moe(x, index, used, capture)
+                out, taken = self.moe(x, index, used, batch.row_axis, capture)
             else:
                 out, taken = self.dense_mlp(x, index), {}
-            stream = stream.replace(delta=out)
+            stream = stream.replace(delta=self._constrain(out, batch))
         captured |= {"mlp_input": x, "mlp_output": out, **sources, **taken}
         return _Carry(stream, state, snapshots), captured if capture else {}
+
+    def _constrain(self, x: jax.Array, batch: Batch) -> jax.Array:
+        """The residual stream holds whole rows."""
+        return self.layout.constrain(x, (batch.row_axis, "width"))
 
     def _index(self, kind: str, layer: jax.Array) -> jax.Array:
         """Position of a model layer in the stack of its kind."""

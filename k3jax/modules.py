@@ -9,6 +9,7 @@ import jax
 from k3jax.config import K3Config
 from k3jax.weights import Weight
 from pallas_kernels import stacks
+from sharding import ONE_DEVICE, Layout
 
 
 class DeclaredModule(nn.Module):
@@ -20,10 +21,12 @@ class DeclaredModule(nn.Module):
     Attributes:
       config: the architecture.
       dtype: dtype of activations, and of the parameters that have no dtype of their own.
+      layout: how parameters, state and activations lie on devices.
     """
 
     config: K3Config
     dtype: Any
+    layout: Layout = ONE_DEVICE
 
     @classmethod
     def weights(cls, config: K3Config) -> Mapping[str, Weight]:

@@ -1,17 +1,18 @@
 """Mixture of experts: sigmoid router, latent experts, shared experts (K3 technical report, section 2.3)."""
 
+import functools
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from k3jax.config import MXFP4_GROUP, K3Config
+from k3jax.expert_parallel import routed_experts
 from k3jax.layers import project, rms_norm
 from k3jax.mlp import activation, gated_mlp, mlp_weights
 from k3jax.modules import DeclaredModule
-from k3jax.router import route
+from k3jax.router import Routing, route
 from k3jax.weights import Source, Weight, linear, mxfp4_codes, mxfp4_scales, norm, stacked, uniform
-from pallas_kernels.moe_mlp import moe_mlp
 from pallas_kernels.mxfp4 import MxFp4
 
 
@@ -42,8 +43,9 @@ def _bank(name: str, experts: int, parts: tuple[str, ...], rows: int, columns: i
             parameters_per_element=2,
         ),
         f"{name}_scale": Weight(
-            (*lead, *groups), axes, Source(f"{prefix}{part}.weight_scale", (groups,), stack),
-            mxfp4_scales(config.initializer_range), jnp.uint8, parameters_per_element=0,
+            (*lead, *groups), (*axes[:-1], f"{axes[-1]}_groups"),
+            Source(f"{prefix}{part}.weight_scale", (groups,), stack), mxfp4_scales(config.initializer_range), jnp.uint8,
+            parameters_per_element=0,
         ),
     }
 
@@ -59,16 +61,16 @@ class MixtureOfExperts(DeclaredModule):
         if config.routed_expert_hidden_size:
             latent = {
                 "latent_down": linear(
-                    "block_sparse_moe.routed_expert_down_proj.weight", (inner, hidden), ("expert_embed", "embed"),
+                    "block_sparse_moe.routed_expert_down_proj.weight", (inner, hidden), ("latent_embed", "embed"),
                     config, outputs=1,
                 ),
                 "latent_up": linear(
-                    "block_sparse_moe.routed_expert_up_proj.weight", (hidden, inner), ("embed", "expert_embed"), config,
+                    "block_sparse_moe.routed_expert_up_proj.weight", (hidden, inner), ("embed", "latent_embed"), config,
                     outputs=1,
                 ),
             }
         if config.latent_moe_use_norm:
-            latent["latent_norm"] = norm("block_sparse_moe.routed_expert_norm.weight", inner, "expert_embed")
+            latent["latent_norm"] = norm("block_sparse_moe.routed_expert_norm.weight", inner, "latent_embed")
         shared = {}
         if config.num_shared_experts:
             shared = mlp_weights(
@@ -89,7 +91,7 @@ class MixtureOfExperts(DeclaredModule):
             **_bank("experts_down", experts, ("w2",), inner, width, ("experts", "expert_embed", "expert_mlp"), config),
         })
 
-    def __call__(self, x: jax.Array, layer: jax.Array, used: jax.Array,
+    def __call__(self, x: jax.Array, layer: jax.Array, used: jax.Array, rows: str = "tokens",
                  capture: bool = False) -> tuple[jax.Array, dict[str, jax.Array]]:
         """One layer.
 
@@ -97,6 +99,7 @@ class MixtureOfExperts(DeclaredModule):
           x: [T, D] normed input.
           layer: int32 scalar, index among the MoE layers.
           used: [T] bool; padding rows visit no expert.
+          rows: logical axis of T.
           capture: also return the router's scores and choices.
 
         Returns:
@@ -104,17 +107,23 @@ class MixtureOfExperts(DeclaredModule):
         """
         config = self.config
         router, bias = self.layer_params(layer, "router", "router_bias")
-        routing = route(
-            x, router, bias, top_k=config.num_experts_per_token, renormalize=config.moe_renormalize,
+        choose = functools.partial(
+            route, top_k=config.num_experts_per_token, renormalize=config.moe_renormalize,
             scaling_factor=config.routed_scaling_factor, num_groups=config.num_expert_group,
             topk_groups=config.topk_group,
         )
-        latent = x
+        # Local, because the compiler would gather all rows' scores for top_k.
+        routing = self.layout.local(
+            choose, ((rows, "width"), ("router", "width"), ("router",)),
+            Routing((rows, "top_k"), (rows, "top_k"), (rows, "router")),
+        )(x, router, bias)
+        latent, columns = x, "width"
         if config.routed_expert_hidden_size:
-            latent = project(x, *self.layer_params(layer, "latent_down"))
-        out = moe_mlp(
+            latent, columns = project(x, *self.layer_params(layer, "latent_down")), "latent_embed"
+        out = routed_experts(
             latent, jnp.where(used[:, None], routing.ids, -1), routing.weights, self._experts("experts_gate_up"),
-            self._experts("experts_down"), layer, activation=activation(config),
+            self._experts("experts_down"), layer, activation=activation(config), layout=self.layout, rows=rows,
+            columns=columns,
         ).astype(x.dtype)
         if config.latent_moe_use_norm:
             out = rms_norm(out, *self.layer_params(layer, "latent_norm"), config.rms_norm_eps)

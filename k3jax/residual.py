@@ -12,6 +12,7 @@ from k3jax.modules import DeclaredModule
 from k3jax.weights import Source, Weight, norm, normal, stacked
 from pallas_kernels.attn_res import attn_res
 from pallas_kernels.attn_res.reference import source_weights as attn_res_weights
+from sharding import ONE_DEVICE, Layout
 
 
 @flax.struct.dataclass
@@ -44,9 +45,31 @@ class Residual:
             num_blocks=jnp.zeros((), jnp.int32),
         )
 
-    def take(self, rows: jax.Array) -> "Residual":
-        """The stream of some tokens, by row."""
-        return self.replace(prefix=self.prefix[rows], delta=self.delta[rows], blocks=self.blocks[:, rows])
+    def take(self, rows: jax.Array, layout: Layout = ONE_DEVICE, axis: str = "tokens") -> "Residual":
+        """The stream of some tokens.
+
+        Args:
+          rows: [R] int32, split like sequences; each part counts its own rows from 0.
+          layout: where the stream lies.
+          axis: logical axis of the stream's rows.
+        """
+        split = layout.beyond(axis, "sequences")
+
+        def local(prefix, delta, blocks, rows):
+            if not split:
+                return prefix[rows], delta[rows], blocks[:, rows]
+            # The devices of `split` each hold some of the rows: who has a row gives it to the others.
+            rows = rows - jax.lax.axis_index(split) * prefix.shape[0]
+            mine = (rows >= 0) & (rows < prefix.shape[0])
+            rows = jnp.where(mine, rows, 0)
+            taken = prefix[rows], delta[rows], blocks[:, rows]
+            return tuple(layout.sum(jnp.where(mine[:, None], part, 0), split) for part in taken)
+
+        before, after = (((name, "width"), (name, "width"), ("blocks", name, "width")) for name in (axis, "sequences"))
+        prefix, delta, blocks = layout.local(local, (*before, ("sequences",)), after)(
+            self.prefix, self.delta, self.blocks, rows
+        )
+        return self.replace(prefix=prefix, delta=delta, blocks=blocks)
 
     def start_block(self, starts: jax.Array) -> "Residual":
         """Where `starts` (bool scalar) holds, the prefix becomes a finished block and the sum begins anew."""

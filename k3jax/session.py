@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax.errors import UserError
 from k3jax.language_model import LanguageModel
 from k3jax.memory import check_fits, required_bytes
 from k3jax.model import K3ForCausalLM
@@ -16,14 +17,12 @@ from k3jax.progress import human_tokens, reporting, waiting
 from k3jax.sampling import SamplingParams
 from k3jax.sampling.sampler import Sample, SamplingBatch, mark_generated, sample, seen_in_prompt
 from k3jax.state import PAGE_SIZE, DecodeBatch, DecodeState, PrefillBatch, pool_dtype
+from sharding import Layout
 
 SMALLEST_CHUNK = 64
 STEPS_IN_FLIGHT = 2
 
 
-@functools.partial(
-    jax.jit, static_argnames=("model", "num_logprobs", "all_logits"), donate_argnames=("state",)
-)
 def _prefill_step(params, tokens, state, batch, settings, seen, *, model: K3ForCausalLM, num_logprobs: int | None,
                   all_logits: bool):
     """One chunk of the prompt: (the `Sample` after it, logits of all rows or None, state)."""
@@ -35,7 +34,6 @@ def _prefill_step(params, tokens, state, batch, settings, seen, *, model: K3ForC
     return chosen, out.logits if all_logits else None, out.state
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_logprobs"), donate_argnames=("state", "seen"))
 def _decode_step(params, tokens, state, batch, settings, seen, *, model: K3ForCausalLM, num_logprobs: int | None):
     """One token: (the next `Sample`, state, the batch moved on by a token, `seen` with the token that came in)."""
     out = model.apply({"params": params}, tokens, state, batch)
@@ -43,6 +41,18 @@ def _decode_step(params, tokens, state, batch, settings, seen, *, model: K3ForCa
     seen = mark_generated(seen, tokens)
     chosen = sample(out.logits, settings, seen, batch.context_lens, num_logprobs=num_logprobs)
     return chosen, out.state, batch, seen
+
+
+@functools.cache
+def _jitted_steps(layout: Layout, pools: DecodeState | None):
+    """The prefill and the decode step; on a mesh the state stays as `pools` says, and everybody has the rest."""
+    prefill = {"static_argnames": ("model", "num_logprobs", "all_logits"), "donate_argnames": ("state",)}
+    decode = {"static_argnames": ("model", "num_logprobs"), "donate_argnames": ("state", "seen")}
+    if layout.mesh is not None:
+        everywhere = layout.sharding(())
+        prefill["out_shardings"] = (everywhere, everywhere, pools)
+        decode["out_shardings"] = (everywhere, pools, everywhere, everywhere)
+    return jax.jit(_prefill_step, **prefill), jax.jit(_decode_step, **decode)
 
 
 class Session:
@@ -62,7 +72,7 @@ class Session:
       compile_seconds: time that compiling took.
 
     Raises:
-      UserError: there is not enough memory.
+      UserError: there is not enough memory, or the mesh splits sequences, of which there is one.
     """
 
     def __init__(self, lm: LanguageModel, ids: list[int], sampling: SamplingParams, seed: int, *, max_new_tokens: int,
@@ -70,13 +80,21 @@ class Session:
         self._lm, self._ids, self._max_new_tokens, self._progress = lm, ids, max_new_tokens, progress
         pages = _rounded_up(-(-(len(ids) + max_new_tokens) // PAGE_SIZE))
         self._page_table = np.arange(1, pages + 1, dtype=np.int32)[None]
-        create = functools.partial(
-            DecodeState.create, lm.config, num_slots=2, num_pages=pages + 1, dtype=pool_dtype(lm.dtype)
+        if blocks := lm.layout.over("sequences"):
+            raise UserError(
+                f"the mesh splits sequences over {' and '.join(blocks)}, but generation has one; use seq and tensor"
+            )
+        pools = {"num_slots": 2, "num_pages": pages + 1, "dtype": pool_dtype(lm.dtype), "layout": lm.layout}
+        devices = None if lm.layout.mesh is None else lm.layout.mesh.devices.flat
+        check_fits(
+            required_bytes(DecodeState.abstract(lm.config, **pools)) * lm.layout.num_devices,
+            f"the decode state of {pages * PAGE_SIZE} tokens", devices,
         )
-        check_fits(required_bytes(jax.eval_shape(create)), f"the decode state of {pages * PAGE_SIZE} tokens")
-        self._state = create()
-        self._settings = jax.device_put(SamplingBatch.pack([sampling], [seed]))
-        self._seen = jax.device_put(seen_in_prompt(ids, lm.config.vocab_size)[None])
+        self._state = DecodeState.create(lm.config, **pools)
+        self._settings, self._seen = jax.device_put(
+            (SamplingBatch.pack([sampling], [seed]), seen_in_prompt(ids, lm.config.vocab_size)[None]),
+            lm.layout.sharding(()),
+        )
         self._chunks = list(_chunks(len(ids), chunk))
         start = time.perf_counter()
         with waiting(progress, "compiling"):
@@ -85,15 +103,18 @@ class Session:
 
     def _compile(self, num_logprobs: int | None, all_logits: bool) -> None:
         static = {"model": self._lm.model, "num_logprobs": num_logprobs}
+        layout = self._lm.layout
+        formats = None if layout.mesh is None else jax.tree.map(lambda pool: pool.format, self._state)
+        prefill_step, decode_step = _jitted_steps(layout, formats)
         self._prefill_steps = {}
         for rows in {rows for _, _, rows in self._chunks}:
-            step = _prefill_step.lower(*self._prefill_inputs(0, 1, rows), **static, all_logits=all_logits).compile()
+            step = prefill_step.lower(*self._prefill_inputs(0, 1, rows), **static, all_logits=all_logits).compile()
             _check_temporaries(step, f"a prefill step of {rows} tokens")
             self._prefill_steps[rows] = step
         self._decode_step = None
         if self._max_new_tokens > 1:
-            token = jax.ShapeDtypeStruct((1,), jnp.int32)
-            self._decode_step = _decode_step.lower(
+            token = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=layout.sharding(()))
+            self._decode_step = decode_step.lower(
                 self._lm.params, token, self._state, self._decode_batch(), self._settings, self._seen, **static
             ).compile()
             _check_temporaries(self._decode_step, "a decode step")
@@ -137,7 +158,8 @@ class Session:
 
     def decode(self, chosen: Sample) -> Iterator[Sample]:
         """Yields new tokens, in NumPy, from the first on; the device works ahead while they are read."""
-        batch, waiting_samples = jax.device_put(self._decode_batch()), collections.deque([chosen])
+        batch = jax.device_put(self._decode_batch(), self._lm.layout.sharding(()))
+        waiting_samples = collections.deque([chosen])
         for _ in range(self._max_new_tokens - 1):
             chosen, self._state, batch, self._seen = self._decode_step(
                 self._lm.params, chosen.token_ids, self._state, batch, self._settings, self._seen

@@ -8,8 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
 
 from k3jax.config import K3Config
+from k3jax.errors import users_mistake
+from sharding import Layout
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -64,9 +67,9 @@ class Weight:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"{self.source.name}: shape {self.shape} but axes {self.axes}")
 
-    def abstract(self, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Shape and dtype in a model of this dtype."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype or dtype)
+    def abstract(self, dtype: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+        """Shape and dtype in a model of this dtype, and where it lies."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype or dtype, sharding=sharding)
 
     def tensor_names(self, config: K3Config, layer: int | None = None) -> Iterator[str]:
         """Full names of the tensors behind one layer (a 0-based model layer), or behind a weight without layers."""
@@ -152,9 +155,13 @@ def count_parameters(tree: WeightTree) -> int:
     return sum(math.prod(weight.shape) * weight.parameters_per_element for _, weight in leaves(tree))
 
 
-def map_weights(function: Callable[[Weight], Any], tree: WeightTree) -> dict[str, Any]:
-    """The tree with `function` applied to each leaf."""
-    return {
-        name: function(item) if isinstance(item, Weight) else map_weights(function, item)
-        for name, item in tree.items()
-    }
+def placements(tree: WeightTree, layout: Layout) -> dict[tuple[str, ...], NamedSharding | None]:
+    """Where each leaf lies, by path; None without a mesh.
+
+    Raises:
+      UserError: the mesh does not divide an axis.
+    """
+    declared = dict(leaves(tree))
+    arrays = {"/".join(path): (weight.axes, weight.shape) for path, weight in declared.items()}
+    with users_mistake():
+        return dict(zip(declared, layout.placements(arrays).values()))

@@ -1,9 +1,11 @@
 """Chooses the implementation of an op: the first of its platform's list that takes the case."""
 
+import contextlib
+import contextvars
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
@@ -15,6 +17,26 @@ PREFERENCE: Mapping[str, tuple[str, ...]] = {
     "gpu": ("mosaic_gpu", "xla"),
     "tpu": ("mosaic_tpu", "xla"),
 }
+
+_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+
+
+@contextlib.contextmanager
+def platform(name: str) -> Iterator[None]:
+    """Traces for "cpu", "gpu" or "tpu" whatever the default backend is, as compiling for an absent device needs.
+
+    A jitted function that was traced before keeps what it chose then.
+    """
+    token = _platform.set(name)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
+
+
+def current_platform() -> str:
+    """What is traced for."""
+    return _platform.get() or jax.default_backend()
 
 
 @functools.cache
@@ -35,7 +57,7 @@ def run(op: str, implementations: Mapping[str, Callable], backend: str | None, *
       ValueError: the named implementation does not exist.
       NotImplementedError: no candidate takes the case; the message has each one's reason.
     """
-    platform = jax.default_backend()
+    platform = current_platform()
     chosen = backend or os.environ.get("K3JAX_KERNELS")
     if chosen and chosen not in implementations:
         raise ValueError(f"{op}: no implementation {chosen!r}; there are {', '.join(sorted(implementations))}")

@@ -7,18 +7,23 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import checks, stacks
+from pallas_kernels.page_part import PagePart, page_tokens
 
 
 class MlaOutput(NamedTuple):
     """Result of an MLA op.
 
     Attributes:
-      out: [rows, H, V] attention output, before the output gate and `o_proj`; zero for rows without a page.
+      out: [rows, H, V] attention output, before the output gate and `o_proj`; zero for rows without a page. With a
+        `part` it is float32 and over that part's keys only, zero where it has none.
       pages: the pool with the new tokens' latents.
+      lse: with a `part` [rows, H] float32, log of the sum of exponentials of the scores seen, -inf where there are
+        none: a softmax over the parts' gives the weights that merge them. None without.
     """
 
     out: jax.Array
     pages: jax.Array
+    lse: jax.Array | None
 
 
 class Dims(NamedTuple):
@@ -77,7 +82,7 @@ def prefill_positions(
 
 
 def write_latents(
-    pages: jax.Array, layer: jax.Array, latent: jax.Array, page: jax.Array, offset: jax.Array
+    pages: jax.Array, layer: jax.Array, latent: jax.Array, page: jax.Array, position: jax.Array, part: PagePart | None
 ) -> jax.Array:
     """Stores one latent a row, in place when the pool is donated.
 
@@ -86,8 +91,15 @@ def write_latents(
       layer: int32 scalar.
       latent: [rows, R + Dr].
       page: [rows] int32; rows with page 0 write nothing.
-      offset: [rows] int32 inside the page.
+      position: [rows] int32 in their sequences.
+      part: rows that lie on another one write nothing; None = whole pages.
     """
+    page_size = pages.shape[2]
+    if part:
+        offset = part.offset(position, page_size)
+        page = jnp.where((offset >= 0) & (offset < page_size), page, 0)
+    else:
+        offset = position % page_size
     return stacks.write(pages, layer, (page, offset), latent, page > 0)
 
 
@@ -193,9 +205,15 @@ class OnlineSoftmax(NamedTuple):
         """[..., width] float32; zero where every key was masked."""
         return self.weighted / jnp.where(self.total > 0, self.total, 1)[..., None]
 
+    def log_sum_exp(self) -> jax.Array:
+        """[...] float32 of the scores; -inf where every key was masked."""
+        return self.maximum + jnp.log(self.total)
 
-def require_consistent(op: str, q, latent, kv_b_proj, pages, page_table, context_lens) -> None:
-    """Raises ValueError unless widths and dtypes fit together; the shapes have been bound before."""
+
+def require_consistent(op: str, q, latent, kv_b_proj, pages, page_table, context_lens, part) -> None:
+    """Raises ValueError unless widths, dtypes and the part fit together; the shapes have been bound before."""
+    if part and part.parts < 1:
+        raise ValueError(f"{op}: part is one of {part.parts} parts, expected at least 1")
     dims = Dims.of(q, kv_b_proj, pages)
     if dims.rope < 0 or dims.nope <= 0 or dims.value <= 0:
         raise ValueError(
@@ -218,6 +236,7 @@ def page_checks(
     sequence: jax.Array,
     position: jax.Array,
     written: jax.Array,
+    part: PagePart | None,
 ) -> list[checks.Check]:
     """Conditions on the values of page tables and lengths.
 
@@ -229,8 +248,9 @@ def page_checks(
       sequence: [rows] int32, the sequence of each new token.
       position: [rows] int32, its absolute position.
       written: [rows] bool, false for padding and unused rows.
+      part: which share of the pages the pool holds.
     """
-    num_pages, page_size = pages.shape[1:3]
+    num_pages, page_size = pages.shape[1], page_tokens(pages, part)
     max_pages = page_table.shape[1]
     end = context_lens + new_lens
     fits = end <= max_pages * page_size
@@ -270,4 +290,9 @@ def page_checks(
             "page {value} would be written for two sequences or positions of one call; copy a shared page first",
             {"value": checks.first_bad(single, page)},
         ),
+        *([checks.Check(
+            (part.index >= 0) & (part.index < part.parts),
+            f"part {{value}} does not exist, expected 0 .. {part.parts - 1}",
+            {"value": part.index},
+        )] if part else []),
     ]

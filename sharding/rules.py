@@ -1,52 +1,73 @@
-"""The table from logical axes to mesh axes."""
+"""The tables from logical axes to mesh axes: one for each way of running the model."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+MESH_AXES = ("data", "expert", "seq", "tensor")
+"""Outermost first: devices that are neighbours share the last ones.
 
-AXIS_RULES: Mapping[str, str] = {
-    # Heads of either attention, and the widths of MLPs.
-    "kda_heads": "tensor",
-    "mla_heads": "tensor",
-    # Heads and their values merged, as the output projections read them.
-    "kda_channels": "tensor",
-    "mla_channels": "tensor",
-    "mlp": "tensor",
-    "shared_mlp": "tensor",
-    # Routed experts: whole experts over `expert`, the width of each over `tensor`.
-    "experts": "expert",
-    "expert_mlp": "tensor",
-    "vocab": "tensor",
-}
-"""Logical axis to mesh axis; an axis that is absent here or whose mesh axis the mesh lacks is replicated."""
+`data` splits sequences and copies the model. `expert` splits sequences in attention and experts in the MoE. `seq`
+splits positions: of the latent cache, and of a long prompt. `tensor` splits heads and widths.
+"""
+
+_BLOCKS = ("data", "expert")
 
 
-def placement(axes: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Mapping[str, str] = AXIS_RULES,
-              name: str = "array") -> NamedSharding:
-    """Where an array with these logical axes lies.
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """One table.
 
-    Args:
-      axes: logical name of each axis.
-      shape: sizes, for the check that the mesh divides them.
-      mesh: the devices.
-      rules: logical axis to mesh axis.
-      name: of the array, for the message.
-
-    Raises:
-      ValueError: a mesh axis does not divide an array axis, or would be used twice.
+    Attributes:
+      name: for messages.
+      table: logical axis to mesh axes, outermost first. A logical axis that is absent is replicated, and a mesh axis
+        that a mesh lacks splits nothing.
     """
-    spec: list[str | None] = []
-    for axis, size in zip(axes, shape, strict=True):
-        mesh_axis = rules.get(axis)
-        if mesh_axis not in mesh.shape:
-            spec.append(None)
-            continue
-        if mesh_axis in spec:
-            raise ValueError(f"{name}: axes {axes} use mesh axis {mesh_axis!r} twice")
-        if size % mesh.shape[mesh_axis]:
-            raise ValueError(
-                f"{name}: axis {axis!r} of size {size} does not split over the {mesh.shape[mesh_axis]} devices of mesh "
-                f"axis {mesh_axis!r}; take a divisor of {size}"
-            )
-        spec.append(mesh_axis)
-    return NamedSharding(mesh, PartitionSpec(*spec))
+
+    name: str
+    table: Mapping[str, tuple[str, ...]] = dataclasses.field(hash=False)
+
+
+DECODE = Strategy("decode", {
+    # What belongs to a sequence. Each part of the mesh has slots, pages and packed rows of its own, counted from 0.
+    "sequences": _BLOCKS,
+    "slots": _BLOCKS,
+    "pages": _BLOCKS,
+    "snapshots": _BLOCKS,
+    # Rows of activations in a prefill step; in a decode step rows are sequences.
+    "tokens": _BLOCKS,
+    # Every page is split, so page tables are the same on all devices.
+    "page_tokens": ("seq",),
+    # Heads, and heads with their values merged, as the output projections read them. The devices of `seq`, which share
+    # a sequence's positions, share its heads too: tensor first, so that gathering over `seq` gives neighbouring heads.
+    "kda_heads": ("tensor", "seq"),
+    "kda_channels": ("tensor", "seq"),
+    "mla_heads": ("tensor", "seq"),
+    "mla_channels": ("tensor", "seq"),
+    # Heads where they meet the cache: each device has its own positions there, of all these heads.
+    "mla_kv_heads": ("tensor",),
+    "mlp": ("tensor", "seq"),
+    "shared_mlp": ("tensor", "seq"),
+    "vocab": ("tensor", "seq"),
+    "latent_embed": ("tensor", "seq"),
+    # Routed experts: whole experts first, then the width of each, by groups of columns where MXFP4 scales them.
+    "experts": ("expert", "seq"),
+    "expert_mlp": ("tensor",),
+    "expert_mlp_groups": ("tensor",),
+})
+"""One token of many sequences."""
+
+PREFILL = Strategy("prefill", {
+    **DECODE.table,
+    # Rows take `seq` from the heads and widths.
+    "tokens": (*_BLOCKS, "seq"),
+    **dict.fromkeys(
+        ("kda_heads", "kda_channels", "mla_heads", "mla_channels", "mlp", "shared_mlp", "vocab", "latent_embed"),
+        ("tensor",),
+    ),
+})
+"""Long prompts, split by position."""
+
+TRAIN = Strategy("train", {**PREFILL.table, "embed": ("data",)})
+"""As prefill, with the copies of the model split too (fully sharded data parallelism)."""
+
+STRATEGIES = {strategy.name: strategy for strategy in (PREFILL, DECODE, TRAIN)}

@@ -11,22 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from k3jax.checkpoint import Repository, load_params, loading, plan_loading, reading
 from k3jax.checkpoint.boxes import extents
 from k3jax.checkpoint.gathering import Gatherer
 from k3jax.checkpoint.loading import local_boxes
 from k3jax.checkpoint.reading import ShardReader, empty
-from k3jax.checkpoint.stacks import weight_sharding
 from k3jax.config import K3Config
 from k3jax.model import K3ForCausalLM
-from sharding import AXIS_RULES
+from k3jax.weights import placements
+from sharding import Layout, make_mesh
 
 
-def mesh_of(experts: int, tensors: int) -> Mesh:
-    devices = np.array(jax.devices()[: experts * tensors]).reshape(experts, tensors)
-    return Mesh(devices, ("expert", "tensor"))
+def layout_of(experts: int, tensors: int) -> Layout:
+    return Layout(make_mesh({"expert": experts, "tensor": tensors}))
 
 
 def main(directory: str) -> None:
@@ -35,8 +33,7 @@ def main(directory: str) -> None:
     plan = plan_loading(K3ForCausalLM.weights(config), config, repository)
 
     for shape in ((2, 2), (4, 1), (1, 2)):
-        mesh = mesh_of(*shape)
-        shardings = [weight_sharding(planned.weight, planned.name, mesh, AXIS_RULES) for planned in plan.weights]
+        shardings = list(placements(K3ForCausalLM.weights(config), layout_of(*shape)).values())
         for whole_stack_bytes in (2**26, 0) if shape == (2, 2) else (2**26,):
             loading.WHOLE_STACK_BYTES = whole_stack_bytes
             with ShardReader() as reader:
@@ -53,20 +50,21 @@ def main(directory: str) -> None:
         print(f"{shape[0]}x{shape[1]}: ok")
 
     reading.SCRATCH_BYTES = 3000
-    check_subset(plan, mesh_of(2, 2), whole, [[0], [3], [0, 1], [0, 3], [1, 3]])
+    check_subset(plan, config, layout_of(2, 2), whole, [[0], [3], [0, 1], [0, 3], [1, 3]])
     if config.expert_format == "dense":  # Two groups of scales do not divide by four.
-        check_subset(plan, mesh_of(1, 4), whole, [[2], [0, 2], [1, 2], [0, 1, 3]])
+        check_subset(plan, config, layout_of(1, 4), whole, [[2], [0, 2], [1, 2], [0, 1, 3]])
     print("subset: ok")
 
 
-def check_subset(plan, mesh: Mesh, whole, subsets: list[list[int]]) -> None:
+def check_subset(plan, config: K3Config, layout: Layout, whole, subsets: list[list[int]]) -> None:
     """A process with some of the mesh's devices reads their shards' bytes alone, and each once."""
+    shardings = placements(K3ForCausalLM.weights(config), layout)
     for mine in subsets:
-        devices = {mesh.devices.flat[number] for number in mine}
+        devices = {layout.mesh.devices.flat[number] for number in mine}
         for planned in plan.weights:
             weight, tensors = planned.weight, [tensor for layer in planned.layers for tensor in layer]
-            sharding = weight_sharding(weight, planned.name, mesh, AXIS_RULES)
-            boxes = {box for device, box in local_boxes(weight.shape, sharding).items() if device in devices}
+            of_devices = local_boxes(weight.shape, shardings[planned.path])
+            boxes = {box for device, box in of_devices.items() if device in devices}
             stacked_axes = len(weight.source.stack) + (weight.layers is not None)
             with ShardReader() as reader, ThreadPoolExecutor(2) as threads:
                 parts = {box: empty(extents(box), weight.dtype or jnp.bfloat16) for box in boxes}

@@ -4,25 +4,20 @@ import asyncio
 import functools
 import sys
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 import k3jax
 from k3jax.checkpoint import loading
-from k3jax.checkpoint.stacks import weight_sharding
 from k3jax.model import K3ForCausalLM
-from k3jax.weights import leaves
-from sharding import AXIS_RULES
+from k3jax.weights import placements
 
 
 def check(converted: str, whole: k3jax.LanguageModel, experts: int, tensors: int) -> None:
-    mesh = Mesh(np.array(jax.devices()[: experts * tensors]).reshape(experts, tensors), ("expert", "tensor"))
-    lm = k3jax.load(converted, mesh=mesh)
-    for path, weight in leaves(K3ForCausalLM.weights(lm.config)):
+    lm = k3jax.load(converted, mesh={"expert": experts, "tensor": tensors})
+    for path, sharding in placements(K3ForCausalLM.weights(lm.config), lm.layout).items():
         array, expected = (functools.reduce(lambda tree, name: tree[name], path, one.params) for one in (lm, whole))
         assert array.dtype == expected.dtype and np.asarray(array).tobytes() == np.asarray(expected).tobytes(), path
-        assert array.sharding.is_equivalent_to(weight_sharding(weight, "", mesh, AXIS_RULES), array.ndim), path
+        assert array.sharding.is_equivalent_to(sharding, array.ndim), path
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(expected)[shard.index])
     bank = next(lm.params["moe"][name] for name in ("experts_down_packed", "experts_down") if name in lm.params["moe"])

@@ -10,7 +10,7 @@ from ipykernel.kernelspec import write_kernel_spec
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIGURES = {"prefix_cache": 2, "quickstart": 4}
+FIGURES = {"prefix_cache": 2, "quickstart": 4, "sharding": 4}
 
 
 def read(path: pathlib.Path) -> nbformat.NotebookNode:

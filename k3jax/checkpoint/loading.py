@@ -5,12 +5,12 @@ Each process reads just what its own devices hold, straight into the buffers tha
 
 import concurrent.futures
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Sharding
 
 from k3jax.checkpoint.boxes import Box, box_of, extents, volume
 from k3jax.checkpoint.gathering import Gatherer
@@ -23,7 +23,7 @@ from k3jax.config import K3Config
 from k3jax.memory import check_fits, required_bytes
 from k3jax.model import K3ForCausalLM
 from k3jax.progress import reporting
-from sharding import AXIS_RULES
+from sharding import ONE_DEVICE, Layout
 
 WHOLE_STACK_BYTES = 64 * 2**20
 """A stack up to this size is read at once: small stacks would spend their time on compiling the updates."""
@@ -31,16 +31,15 @@ WHOLE_STACK_BYTES = 64 * 2**20
 _THREADS = 4
 
 
-def load_params(config: K3Config, repository: Repository, dtype: Any, *, mesh: Mesh | None = None,
-                rules: Mapping[str, str] = AXIS_RULES, progress: bool = False) -> dict[str, Any]:
+def load_params(config: K3Config, repository: Repository, dtype: Any, *, layout: Layout = ONE_DEVICE,
+                progress: bool = False) -> dict[str, Any]:
     """Loads a checkpoint.
 
     Args:
       config: the architecture; its `expert_format` must be the checkpoint's (`detect_expert_format`).
       repository: the checkpoint.
       dtype: of the weights that have no dtype of their own; they are converted. Quantised bytes stay as they are.
-      mesh: devices to spread the weights over; None puts them on the default device.
-      rules: logical axes to mesh axes.
+      layout: where the weights lie; without a mesh, on the default device.
       progress: report bytes and the time left on standard error.
 
     Returns:
@@ -51,7 +50,7 @@ def load_params(config: K3Config, repository: Repository, dtype: Any, *, mesh: M
     """
     weights = K3ForCausalLM.weights(config)
     plan = plan_loading(weights, config, repository)
-    abstract = abstract_params(weights, dtype, mesh, rules)
+    abstract = abstract_params(weights, dtype, layout)
     check_room(abstract.values())
     shardings = [abstract[planned.path].sharding for planned in plan.weights]
     total_bytes = sum(map(_local_bytes, plan.weights, shardings))

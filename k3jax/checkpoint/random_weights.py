@@ -1,12 +1,10 @@
 """Random weights, made on the devices that hold them."""
 
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from k3jax.checkpoint.hash_random import random_key
 from k3jax.checkpoint.loading import check_room, set_path
@@ -16,14 +14,14 @@ from k3jax.memory import required_bytes
 from k3jax.model import K3ForCausalLM
 from k3jax.progress import reporting
 from k3jax.weights import Weight, leaves
-from sharding import AXIS_RULES
+from sharding import ONE_DEVICE, Layout
 
 SMALL_BYTES = 64 * 2**20
 """Weights up to this size are made by one program: compiling one for each takes longer than making them."""
 
 
-def random_params(config: K3Config, dtype: Any, seed: int, *, mesh: Mesh | None = None,
-                  rules: Mapping[str, str] = AXIS_RULES, progress: bool = False) -> dict[str, Any]:
+def random_params(config: K3Config, dtype: Any, seed: int, *, layout: Layout = ONE_DEVICE,
+                  progress: bool = False) -> dict[str, Any]:
     """Random weights in the layout and the dtypes of a checkpoint.
 
     A value depends on the seed, the name of its weight, its model layer and its position alone: neither on the mesh
@@ -33,8 +31,7 @@ def random_params(config: K3Config, dtype: Any, seed: int, *, mesh: Mesh | None 
       config: the architecture.
       dtype: of the weights that have no dtype of their own.
       seed: a whole number from 0 to 2**32 - 1.
-      mesh: devices to spread the weights over; None puts them on the default device.
-      rules: logical axes to mesh axes.
+      layout: where the weights lie; without a mesh, on the default device.
       progress: report bytes and the time left on standard error.
 
     Returns:
@@ -44,7 +41,7 @@ def random_params(config: K3Config, dtype: Any, seed: int, *, mesh: Mesh | None 
       UserError: the devices have too little memory, or the mesh does not divide an axis.
     """
     tree = K3ForCausalLM.weights(config)
-    weights, abstract = dict(leaves(tree)), abstract_params(tree, dtype, mesh, rules)
+    weights, abstract = dict(leaves(tree)), abstract_params(tree, dtype, layout)
     check_room(abstract.values())
     large = [path for path in weights if required_bytes(abstract[path]) > SMALL_BYTES]
     groups = [[path for path in weights if path not in large], *([path] for path in large)]

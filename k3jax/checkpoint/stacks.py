@@ -1,50 +1,30 @@
 """Arrays on devices that are filled layer by layer, in place."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from k3jax.errors import UserError
-from k3jax.weights import Weight, WeightTree, leaves
-from sharding import placement
-
-
-def weight_sharding(weight: Weight, name: str, mesh: Mesh | None, rules: Mapping[str, str]) -> Sharding:
-    """Where a weight lies: by the rules on a mesh, else on the default device.
-
-    Raises:
-      UserError: the mesh does not divide an axis.
-    """
-    if mesh is None:
-        return jnp.zeros(()).sharding
-    try:
-        return placement(weight.axes, weight.shape, mesh, rules, name)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+from k3jax.weights import WeightTree, leaves, placements
+from sharding import Layout
 
 
-def abstract_params(weights: WeightTree, dtype: Any, mesh: Mesh | None,
-                    rules: Mapping[str, str]) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
+def abstract_params(weights: WeightTree, dtype: Any, layout: Layout) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding of every weight, by path.
 
     Args:
       weights: the declarations.
       dtype: of the weights that have no dtype of their own.
-      mesh: None puts them on the default device.
-      rules: logical axes to mesh axes.
+      layout: where they lie; without a mesh, on the default device.
 
     Raises:
       UserError: the mesh does not divide an axis.
     """
-    return {
-        path: jax.ShapeDtypeStruct(
-            weight.shape, weight.dtype or dtype, sharding=weight_sharding(weight, "/".join(path), mesh, rules)
-        )
-        for path, weight in leaves(weights)
-    }
+    shardings = placements(weights, layout)
+    default = jnp.zeros(()).sharding
+    return {path: weight.abstract(dtype, shardings[path] or default) for path, weight in leaves(weights)}
 
 
 def layer_sharding(sharding: Sharding) -> Sharding:

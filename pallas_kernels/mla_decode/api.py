@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks, dispatch, mla_pages
 from pallas_kernels.mla_decode import reference, xla
+from pallas_kernels.page_part import PagePart, page_tokens
 
 OP = "mla_decode"
 IMPLEMENTATIONS = {"xla": xla.mla_decode, "reference": reference.mla_decode}
@@ -19,6 +20,7 @@ def mla_decode(
     page_table: jax.Array,
     context_lens: jax.Array,
     *,
+    part: PagePart | None = None,
     backend: str | None = None,
 ) -> mla_pages.MlaOutput:
     """Stores each row's latent at position `context_lens[row]`, then attends to that row's sequence in latent space.
@@ -35,29 +37,32 @@ def mla_decode(
       layer: int32 scalar, which layer of `kv_b_proj` and `pages`.
       page_table: [B, max_pages] int32. A row whose page for the new token is 0 is unused.
       context_lens: [B] int32, tokens in the pages before this call.
+      part: of every page that `pages` holds, where devices share them; None = whole pages. `page_size` is then that of
+        the share. Every device gets the same other arguments.
       backend: implementation to use; None chooses by platform.
 
     Returns:
-      `out` [B, H, V] in the dtype of `q`, zero for unused rows; the updated `pages`.
+      `out` [B, H, V] in the dtype of `q`, zero for unused rows; the updated `pages`; `lse`,
+      None without `part` (see `MlaOutput`).
 
     Raises:
       ValueError: shapes or dtypes do not fit.
       NotImplementedError: the named backend cannot take the case.
     """
     arguments = tuple(map(jnp.asarray, (q, latent, kv_b_proj, pages, layer, page_table, context_lens)))
-    _require(*arguments)
-    checks.guard(OP, lambda: _checks(*arguments))
-    return dispatch.run(OP, IMPLEMENTATIONS, backend, *arguments)
+    _require(*arguments, part)
+    checks.guard(OP, lambda: _checks(*arguments, part))
+    return dispatch.run(OP, IMPLEMENTATIONS, backend, *arguments, part=part)
 
 
-def validate(q, latent, kv_b_proj, pages, layer, page_table, context_lens) -> None:
+def validate(q, latent, kv_b_proj, pages, layer, page_table, context_lens, *, part=None) -> None:
     """Raises ValueError with the first condition on the arguments' shapes, dtypes or values that does not hold."""
     arguments = tuple(map(jnp.asarray, (q, latent, kv_b_proj, pages, layer, page_table, context_lens)))
-    _require(*arguments)
-    checks.enforce(OP, _checks(*arguments))
+    _require(*arguments, part)
+    checks.enforce(OP, _checks(*arguments, part))
 
 
-def _require(q, latent, kv_b_proj, pages, layer, page_table, context_lens) -> None:
+def _require(q, latent, kv_b_proj, pages, layer, page_table, context_lens, part) -> None:
     checks.bind_shapes(
         OP,
         q=(q, "B H D"),
@@ -68,13 +73,14 @@ def _require(q, latent, kv_b_proj, pages, layer, page_table, context_lens) -> No
         page_table=(page_table, "B max_pages"),
         context_lens=(context_lens, "B"),
     )
-    mla_pages.require_consistent(OP, q, latent, kv_b_proj, pages, page_table, context_lens)
+    mla_pages.require_consistent(OP, q, latent, kv_b_proj, pages, page_table, context_lens, part)
 
 
-def _checks(q, latent, kv_b_proj, pages, layer, page_table, context_lens) -> list[checks.Check]:
+def _checks(q, latent, kv_b_proj, pages, layer, page_table, context_lens, part) -> list[checks.Check]:
     rows = jnp.arange(page_table.shape[0], dtype=jnp.int32)
-    full = context_lens >= page_table.shape[1] * pages.shape[2]
-    used = full | (mla_pages.locate(page_table, rows, context_lens, pages.shape[2]) > 0)
+    page_size = page_tokens(pages, part)
+    full = context_lens >= page_table.shape[1] * page_size
+    used = full | (mla_pages.locate(page_table, rows, context_lens, page_size) > 0)
     return mla_pages.page_checks(
-        pages, page_table, context_lens, used.astype(jnp.int32), rows, context_lens, written=used
+        pages, page_table, context_lens, used.astype(jnp.int32), rows, context_lens, written=used, part=part
     )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks, dispatch, mla_pages, tiles
 from pallas_kernels.mla_prefill import reference, xla
+from pallas_kernels.page_part import PagePart
 
 OP = "mla_prefill"
 IMPLEMENTATIONS = {"xla": xla.mla_prefill, "reference": reference.mla_prefill}
@@ -20,6 +21,7 @@ def mla_prefill(
     context_lens: jax.Array,
     cu_seqlens: jax.Array,
     *,
+    part: PagePart | None = None,
     backend: str | None = None,
 ) -> mla_pages.MlaOutput:
     """Stores the new tokens' latents in their pages, then attends from every token to its sequence up to itself.
@@ -37,29 +39,32 @@ def mla_prefill(
       page_table: [N, max_pages] int32, pages of each sequence in order.
       context_lens: [N] int32, tokens in the pages before this call.
       cu_seqlens: [N + 1] int32; rows from `cu_seqlens[-1]` on are padding.
+      part: of every page that `pages` holds, where devices share them; None = whole pages. `page_size` is then that of
+        the share. Every device gets the same other arguments.
       backend: implementation to use; None chooses by platform.
 
     Returns:
-      `out` [T, H, V] in the dtype of `q`, zero for padding and for tokens without a page; the updated `pages`.
+      `out` [T, H, V] in the dtype of `q`, zero for padding and for tokens without a page; the updated `pages`; `lse`,
+      None without `part` (see `MlaOutput`).
 
     Raises:
       ValueError: shapes or dtypes do not fit.
       NotImplementedError: the named backend cannot take the case.
     """
     arguments = tuple(map(jnp.asarray, (q, latent, kv_b_proj, pages, layer, page_table, context_lens, cu_seqlens)))
-    _require(*arguments)
-    checks.guard(OP, lambda: _checks(*arguments))
-    return dispatch.run(OP, IMPLEMENTATIONS, backend, *arguments)
+    _require(*arguments, part)
+    checks.guard(OP, lambda: _checks(*arguments, part))
+    return dispatch.run(OP, IMPLEMENTATIONS, backend, *arguments, part=part)
 
 
-def validate(q, latent, kv_b_proj, pages, layer, page_table, context_lens, cu_seqlens) -> None:
+def validate(q, latent, kv_b_proj, pages, layer, page_table, context_lens, cu_seqlens, *, part=None) -> None:
     """Raises ValueError with the first condition on the arguments' shapes, dtypes or values that does not hold."""
     arguments = tuple(map(jnp.asarray, (q, latent, kv_b_proj, pages, layer, page_table, context_lens, cu_seqlens)))
-    _require(*arguments)
-    checks.enforce(OP, _checks(*arguments))
+    _require(*arguments, part)
+    checks.enforce(OP, _checks(*arguments, part))
 
 
-def _require(q, latent, kv_b_proj, pages, layer, page_table, context_lens, cu_seqlens) -> None:
+def _require(q, latent, kv_b_proj, pages, layer, page_table, context_lens, cu_seqlens, part) -> None:
     sizes = checks.bind_shapes(
         OP,
         q=(q, "T H D"),
@@ -71,17 +76,17 @@ def _require(q, latent, kv_b_proj, pages, layer, page_table, context_lens, cu_se
         context_lens=(context_lens, "N"),
     )
     checks.bind_shapes(OP, cu_seqlens=(cu_seqlens, str(sizes["N"] + 1)))
-    mla_pages.require_consistent(OP, q, latent, kv_b_proj, pages, page_table, context_lens)
+    mla_pages.require_consistent(OP, q, latent, kv_b_proj, pages, page_table, context_lens, part)
     checks.require_dtype(OP, "cu_seqlens", cu_seqlens, jnp.int32)
 
 
-def _checks(q, latent, kv_b_proj, pages, layer, page_table, context_lens, cu_seqlens) -> list[checks.Check]:
+def _checks(q, latent, kv_b_proj, pages, layer, page_table, context_lens, cu_seqlens, part) -> list[checks.Check]:
     num_tokens = q.shape[0]
     sequence, real = tiles.sequence_of_rows(cu_seqlens, num_tokens)
     position = mla_pages.prefill_positions(sequence, context_lens, cu_seqlens, num_tokens)
     return [
         *checks.cu_seqlens_checks(cu_seqlens, num_tokens),
         *mla_pages.page_checks(
-            pages, page_table, context_lens, jnp.diff(cu_seqlens), sequence, position, written=real
+            pages, page_table, context_lens, jnp.diff(cu_seqlens), sequence, position, written=real, part=part
         ),
     ]

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mla_pages, tiles
+from pallas_kernels import dispatch, mla_pages, tiles
+from pallas_kernels.page_part import page_tokens
 
 
 def mla_prefill(
@@ -16,32 +17,38 @@ def mla_prefill(
     context_lens,
     cu_seqlens,
     *,
+    part=None,
     query_tile: int | None = None,
-    key_tile: int = 256,
+    key_tile: int | None = None,
 ) -> mla_pages.MlaOutput:
     """See `api.mla_prefill`; `query_tile` rows by about `key_tile` positions are in flight at a time."""
     num_tokens, num_heads, _ = q.shape
-    page_size = pages.shape[2]
     dims = mla_pages.Dims.of(q, kv_b_proj, pages)
     query_tile = query_tile or _query_tile(num_tokens, cu_seqlens.shape[0] - 1)
+    key_tile = key_tile or _key_tile(num_heads * query_tile)
 
     sequence, real = tiles.sequence_of_rows(cu_seqlens, num_tokens)
     position = mla_pages.prefill_positions(sequence, context_lens, cu_seqlens, num_tokens)
-    page = jnp.where(real, mla_pages.locate(page_table, sequence, position, page_size), 0)
-    pages = mla_pages.write_latents(pages, layer, latent, page, position % page_size)
+    page = jnp.where(real, mla_pages.locate(page_table, sequence, position, page_tokens(pages, part)), 0)
+    pages = mla_pages.write_latents(pages, layer, latent, page, position, part)
 
     key_up, value_up = mla_pages.split_kv_b_proj(kv_b_proj, layer, dims)
     cache = mla_pages.PagedKeys.tiled(pages, layer, page_table, key_tile, q.dtype)
     query_tiles = tiles.tile_sequences(cu_seqlens, num_tokens, query_tile)
     padded_q = jnp.pad(q, ((0, query_tile), (0, 0), (0, 0)))
 
-    def attend(number, out):
+    def attend(number, carry):
+        out, lse = carry
         sequence, index, row0, rows = (field[number] for field in query_tiles)
         queries = jax.lax.dynamic_slice_in_dim(padded_q, row0, query_tile)
         first = context_lens[sequence] + index * query_tile
         query_position = first + jnp.arange(query_tile, dtype=jnp.int32)
         keys_of = cache._replace(page_table=cache.page_table[sequence])
         end = first + rows
+        if part:
+            # Keys are numbered as they lie here, and both bounds with them.
+            query_position = part.count_before(query_position + 1, pages.shape[2]) - 1
+            end = part.count_before(end, pages.shape[2])
 
         def add_keys(number, softmax):
             cached, key_position, readable = keys_of.read(number, end)
@@ -58,16 +65,32 @@ def mla_prefill(
 
         empty = mla_pages.OnlineSoftmax.empty(num_heads, query_tile, dims.value)
         softmax = jax.lax.fori_loop(0, keys_of.num_tiles(end), add_keys, empty)
-        attended = jnp.swapaxes(softmax.result(), 0, 1).astype(q.dtype)
+        attended = jnp.swapaxes(softmax.result(), 0, 1).astype(out.dtype)
         # Rows beyond the tile's own belong to later tiles, which overwrite them.
-        return jax.lax.dynamic_update_slice_in_dim(out, attended, row0, axis=0)
+        out = jax.lax.dynamic_update_slice_in_dim(out, attended, row0, axis=0)
+        if part:
+            lse = jax.lax.dynamic_update_slice_in_dim(lse, softmax.log_sum_exp().T, row0, axis=0)
+        return out, lse
 
-    out = jnp.zeros((num_tokens + query_tile, num_heads, dims.value), q.dtype)
-    out = jax.lax.fori_loop(0, tiles.first_tiles(cu_seqlens, query_tile)[-1], attend, out)
-    return mla_pages.MlaOutput(jnp.where((page > 0)[:, None, None], out[:num_tokens], 0), pages)
+    rows = num_tokens + query_tile
+    out = jnp.zeros((rows, num_heads, dims.value), jnp.float32 if part else q.dtype)
+    lse = jnp.zeros((rows, num_heads), jnp.float32) if part else None
+    out, lse = jax.lax.fori_loop(0, tiles.first_tiles(cu_seqlens, query_tile)[-1], attend, (out, lse))
+    if part:
+        lse = jnp.where((page > 0)[:, None], lse[:num_tokens], -jnp.inf)
+    return mla_pages.MlaOutput(jnp.where((page > 0)[:, None, None], out[:num_tokens], 0), pages, lse)
 
 
 def _query_tile(num_tokens: int, num_sequences: int) -> int:
     """Rows of a query tile: a power of two from 128 to 512 near the mean length, but no more than the tokens need."""
     mean, most = (max(1, 1 << (size - 1).bit_length()) for size in (num_tokens // num_sequences, num_tokens))
     return min(max(mean, 128), most, 512)
+
+
+def _key_tile(rows: int) -> int:
+    """Positions of a key tile beside so many rows of scores.
+
+    A CPU wants tiles that its caches hold. Elsewhere each turn of the loop costs several launches, and the limit is
+    memory: 64 MiB of scores.
+    """
+    return 256 if dispatch.current_platform() == "cpu" else min(max(2**24 // rows, 256), 4096)

@@ -19,6 +19,7 @@ class Reply:
       text: of the new tokens; None without a tokenizer.
 
     Attributes:
+      request: as the engine has it.
       stop_string: the one that was found: tokens after it are dropped, and the engine need not make any; None before.
       delivered: tokens that are in messages.
       accepted: the event; None before.
@@ -26,7 +27,7 @@ class Reply:
     """
 
     def __init__(self, request: Request, request_id: str, text: TextStream | None):
-        self._request, self._request_id, self._text = request, request_id, text
+        self.request, self._request_id, self._text = request, request_id, text
         self.stop_string: str | None = None
         self.delivered = 0
         self.accepted: Accepted | None = None
@@ -55,7 +56,7 @@ class Reply:
         return messages
 
     def _accepted_message(self, event: Accepted) -> pb.Accepted:
-        sampling = self._request.sampling
+        sampling = self.request.sampling
         return pb.Accepted(
             request_id=self._request_id,
             prompt_tokens=event.prompt_tokens,
@@ -71,7 +72,7 @@ class Reply:
             if event.logprobs is not None:
                 delta.logprobs.append(logprobs_message(event.logprobs[number]))
             # A stop token ends the text, whatever it says.
-            if self._text and token not in self._request.stop_token_ids:
+            if self._text and token not in self.request.stop_token_ids:
                 pieces.append(self._text.push(token))
                 self.stop_string = self._text.stop
 

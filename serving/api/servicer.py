@@ -2,8 +2,6 @@
 
 import asyncio
 import itertools
-import logging
-import time
 import uuid
 
 import grpc
@@ -17,11 +15,11 @@ from serving.api.backend import Backend
 from serving.api.inbox import Inboxes
 from serving.api.messages import cache_stats_message, engine_request, sampling_message
 from serving.api.metrics import Metrics
+from serving.api.record import Record
 from serving.api.reply import Reply
-from serving.api.status import Refusal
+from serving.api.status import Refusal, refusal
 from serving.api.v1 import decoder_pb2 as pb
 from serving.api.v1 import decoder_pb2_grpc
-from serving.engine.config import CHUNK
 from serving.engine.engine import Engine
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Decoder"].full_name
@@ -30,8 +28,6 @@ _MAX_ID_LENGTH = 128
 _LONG_TEXT = 4096
 """Characters from which on a text is tokenized beside the event loop."""
 _MAX_UNREAD_TOKENS = 8192
-
-log = logging.getLogger(__name__)
 
 
 class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
@@ -59,9 +55,26 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         return len(self._engine_ids)
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        arrived = time.monotonic()
-        engine = self._backend.require_engine()
         request_id = message.request_id or uuid.uuid4().hex
+        record = Record(self._metrics, request_id[:_MAX_ID_LENGTH])
+        try:
+            await self._answer(message, context, request_id, record)
+        except asyncio.CancelledError:
+            if context.time_remaining() == 0:  # gRPC ends a call that is late, if the engine was not faster
+                late = Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
+                record.refused(late)
+                self._metrics.refused("Generate", late)
+            raise
+        except Exception as error:
+            refused = refusal(error)
+            record.refused(refused)
+            raise refused from None
+        finally:
+            record.end()
+
+    async def _answer(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext, request_id: str,
+                      record: Record) -> None:
+        engine = self._backend.require_engine()
         if len(request_id) > _MAX_ID_LENGTH:
             raise UserError(f"request_id has {len(request_id)} characters, expected at most {_MAX_ID_LENGTH}")
         description = self._backend.description
@@ -76,14 +89,13 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         tokenizer = description.tokenizer
         reply = Reply(request, request_id, TextStream(tokenizer, request.sampling.stop) if tokenizer else None)
         inbox = self._inboxes.open(on_overflow=lambda: engine.abort(request.id))
-        measured = self._metrics.request(arrived)
         engine.submit(request, inbox.put)
         self._engine_ids[request_id] = request.id
-        outcome = "cancelled"
+        record.reply = reply
         try:
             while not reply.done:
                 events = await inbox.take()
-                measured.received(events)
+                record.received(events)
                 for response in reply.push(events):
                     await self._write(context, response)
                 if inbox.overflowed:
@@ -92,20 +104,11 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
                     engine.abort(request.id)
             final = self._final(reply, request.max_new_tokens)
             await self._write(context, final)
-            outcome = pb.FinishReason.Name(final.done.finish_reason).removeprefix("FINISH_REASON_").lower()
-        except Refusal as refused:
-            outcome = refused.code.name.lower()
-            raise
+            record.answered(final.done)
         finally:
             del self._engine_ids[request_id]
             if not reply.done:
                 engine.abort(request.id)
-            measured.finished(reply, outcome)
-            log.info("request", extra={
-                "request_id": request_id, "outcome": outcome, "prompt_tokens": len(token_ids),
-                "cached_tokens": reply.accepted.cached_tokens if reply.accepted else None,
-                "completion_tokens": reply.delivered, "seconds": round(time.monotonic() - arrived, 4),
-            })
 
     async def _prompt(self, message: pb.GenerateRequest) -> np.ndarray:
         """[n] int32 token ids of the prompt."""
@@ -165,17 +168,18 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
 
     async def GetModelInfo(self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         engine, description = self._engine(), self._backend.description
+        stats = engine.stats()
         return pb.ModelInfo(
             checkpoint=self._backend.checkpoint,
             vocab_size=description.config.vocab_size,
-            context=engine.stats().context,
+            context=stats.context,
             num_layers=len(description.config.layer_types),
             dtype=self._backend.dtype,
             has_tokenizer=description.tokenizer is not None,
             stop_token_ids=description.defaults.stop_token_ids,
             default_sampling=sampling_message(description.defaults.sampling),
             deterministic=engine.config.deterministic,
-            match_unit=CHUNK,
+            match_unit=stats.match_unit,
             version=k3jax.__version__,
         )
 
@@ -186,7 +190,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
 
     async def ResetCache(self, message: pb.ResetCacheRequest,
                          context: grpc.aio.ServicerContext) -> pb.ResetCacheResponse:
-        self._engine().reset_cache()
+        await asyncio.wrap_future(self._engine().reset_cache())
         return pb.ResetCacheResponse()
 
     def _engine(self) -> Engine:

@@ -49,10 +49,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
       service: full name of the service.
-      on_refusal: called with each status, for the metrics.
+      on_refusal: called with the name of the method and the status, for the metrics.
     """
 
-    def __init__(self, service: str, on_refusal: Callable[[Refusal], None] = lambda _: None):
+    def __init__(self, service: str, on_refusal: Callable[[str, Refusal], None] = lambda *_: None):
         self._prefix, self._on_refusal = f"/{service}/", on_refusal
 
     async def intercept_service(self, continuation, handler_call_details):
@@ -63,9 +63,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             (grpc.unary_stream_rpc_method_handler, handler.unary_stream) if handler.response_streaming
             else (grpc.unary_unary_rpc_method_handler, handler.unary_unary)
         )
-        return make(self._guard(behavior), _lenient(handler.request_deserializer), handler.response_serializer)
+        method = handler_call_details.method.removeprefix(self._prefix)
+        return make(self._guard(method, behavior), _lenient(handler.request_deserializer), handler.response_serializer)
 
-    def _guard(self, behavior):
+    def _guard(self, method, behavior):
         async def guarded(request, context):
             try:
                 if request is None:
@@ -73,7 +74,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 return await behavior(request, context)
             except Exception as error:
                 refused = refusal(error)
-                self._on_refusal(refused)
+                self._on_refusal(method, refused)
                 metadata = ()
                 if refused.retry_after_ms is not None:
                     metadata = (("grpc-retry-pushback-ms", str(math.ceil(refused.retry_after_ms))),)

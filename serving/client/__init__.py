@@ -8,13 +8,35 @@
 `AsyncClient` does the same with `async with` and `async for`.
 """
 
-from serving.client.aio import AsyncClient
-from serving.client.errors import RequestError
-from serving.client.events import Accepted, CacheStats, Delta, Done, Event, ModelInfo, Timings, TokenLogprobs, Usage
-from serving.client.request import Options, Sampling
-from serving.client.sync import Client
+import importlib
 
-__all__ = [
-    "Accepted", "AsyncClient", "CacheStats", "Client", "Delta", "Done", "Event", "ModelInfo", "Options", "RequestError",
-    "Sampling", "Timings", "TokenLogprobs", "Usage",
-]
+# Name -> its module. Imported on first use, so that the commands can say what is missing where gRPC is not installed.
+_HOME = {
+    "Accepted": "events",
+    "AsyncClient": "aio",
+    "CacheStats": "events",
+    "Client": "sync",
+    "Delta": "events",
+    "Done": "events",
+    "Event": "events",
+    "ModelInfo": "events",
+    "Options": "request",
+    "RequestError": "errors",
+    "Sampling": "request",
+    "Timings": "events",
+    "TokenLogprobs": "events",
+    "Usage": "events",
+}
+
+__all__ = list(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'serving.client' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"serving.client.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

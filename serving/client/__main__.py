@@ -2,7 +2,7 @@
 
 import sys
 
-from serving.client.command import main
+from serving.extra import CLIENT, run_with
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_with(CLIENT, "serving.client.command"))

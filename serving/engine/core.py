@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
+import jax
 import numpy as np
 
 from k3jax.generation import TokenLogprobs
@@ -28,6 +29,8 @@ from serving.prefix_cache import PrefixCache
 
 _ROOM = 256
 """New tokens that an admission has pages for; more are taken as the answer grows."""
+_FEW = 64
+"""Requests that have ended and whose deadlines may still be in the list."""
 _NO_NUMBERS = "the model gave no numbers: its weights are damaged, or its values are too large for the dtype"
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,9 @@ class Step:
     """A dispatched step, until its tokens are read back.
 
     Attributes:
+      kind: "prefill" or "decode".
+      since: when its round began.
+      count: tokens that it computes.
       sample: what it chose.
       rows: [n] rows of the sample that are wanted; None for the first n.
       slots: [n] whose they are.
@@ -45,11 +51,27 @@ class Step:
       last: [n] bool, whether the row's answer has its full length with this token.
     """
 
+    kind: str
+    since: float
+    count: int
     sample: Sample
     rows: np.ndarray | None
     slots: np.ndarray
     sequences: list[Sequence]
     last: np.ndarray
+
+    @property
+    def result(self) -> jax.Array:
+        """Comes with it."""
+        return self.sample.token_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Restoration:
+    """A dispatched copy of a snapshot into a slot; it is in flight like a step, so that it can be timed."""
+
+    since: float
+    result: jax.Array
 
 
 class Core:
@@ -60,13 +82,14 @@ class Core:
     Attributes:
       waiting: in order.
       by_id: all that have not ended.
+      lost: what `count_lost` found.
     """
 
     def __init__(self, lm: LanguageModel, config: EngineConfig, plan: Plan, programs: Programs, keys: PrefixKeys,
                  counters: Counters, state: EngineState, waiting: SequenceOf[Sequence] = ()):
         self._lm, self._config, self._plan, self._programs, self._keys = lm, config, plan, programs, keys
         self._counters, self._state = counters, state
-        self.cache = PrefixCache(plan.cache)
+        self.cache = PrefixCache(plan.cache, stats=counters.cache)
         self.slots = Slots(plan.num_slots, plan.max_pages)
         self.waiting = list(waiting)
         self.by_id = {sequence.request.id: sequence for sequence in self.waiting}
@@ -74,8 +97,11 @@ class Core:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         for sequence in self.waiting:
             self._watch(sequence)
-        self._in_flight: collections.deque[Step] = collections.deque()
-        self._ahead = 0  # steps in flight of the latest round
+        self._in_flight: collections.deque[Step | Restoration] = collections.deque()
+        self.lost = 0
+        self._read_at = 0.0  # when the latest step had ended
+        self._ahead = 0  # of those in flight, how many the latest round has added
+        self._restored: list[Restoration] = []  # in this round
         self._may_admit = True  # something has changed since an admission was refused
 
     # Commands
@@ -127,30 +153,56 @@ class Core:
         """Requests that have a slot."""
         return self.cache.slots.count - 1 - len(self.cache.slots.free)
 
+    def count_lost(self) -> None:
+        """Slots and pages that nobody has, or that have two owners; called when nothing runs. Not 0: there is a bug."""
+        slots, pool, pages = self.cache.slots, self.cache.device.pool, self.cache.device.pages
+        before, self.lost = self.lost, (
+            abs(slots.count - 1 - len(slots.free)) + abs(pool.count - 1 - len(pool.free) - pages.size)
+            + pages.num_locked
+        )
+        if self.lost > before:
+            logger.error("%d slots and pages are lost", self.lost)
+
     def dispatch(self, now: float) -> None:
         """Ends what is late, admits what fits, and dispatches a decode and a prefill step if there is something."""
         self._expire(now)
         self._admit(now)
         steps = [*self._decode(now), *self._prefill(now)]
-        self._in_flight.extend(steps)
-        self._ahead = len(steps)
+        if steps:
+            self._counters.iteration_tokens.add(sum(step.count for step in steps))
+        dispatched = [*self._restored, *steps]
+        self._restored.clear()
+        self._in_flight.extend(dispatched)
+        self._ahead = len(dispatched)
 
     def wait(self) -> bool:
         """Waits for the next step of earlier rounds, of any round if this one had none; False if there is none."""
         if len(self._in_flight) <= self._ahead:
             return False
-        self._in_flight[0].sample.token_ids.block_until_ready()
+        self._in_flight[0].result.block_until_ready()
         return True
 
     def deliver(self, now: float) -> None:
         """Passes on the tokens of the step that was waited for."""
-        self._read(self._in_flight.popleft(), now)
+        step = self._in_flight.popleft()
+        # The device does one after the other: it began when the one before had ended, if it was dispatched by then.
+        seconds, self._read_at = now - max(step.since, self._read_at), now
+        if isinstance(step, Restoration):
+            self._counters.restore_seconds.add(seconds)
+        else:
+            self._counters.step_seconds[step.kind].add(seconds)
+            self._read(step, now)
 
     # Admission
 
     def _watch(self, sequence: Sequence) -> None:
-        if sequence.request.deadline is not None:
-            heapq.heappush(self._deadlines, (sequence.request.deadline, sequence.arrival, sequence))
+        if sequence.request.deadline is None:
+            return
+        if len(self._deadlines) > _FEW + 2 * len(self.by_id):
+            # Most end long before their deadline, and nothing else keeps them in memory.
+            self._deadlines = [entry for entry in self._deadlines if not entry[-1].done]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (sequence.request.deadline, sequence.arrival, sequence))
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -168,8 +220,8 @@ class Core:
                 break
             length = len(sequence.tokens)
             match = self.cache.lookup(sequence.keys, length)
-            if match.pending_tokens > match.hit_tokens:
-                continue  # somebody is computing the same: to wait costs less than to do it twice
+            if match.pending_tokens > match.hit_tokens and self._is_computed_ahead(sequence, match.hit_tokens):
+                continue  # to wait costs less than to do it twice
             # A preempted request goes on from a prefill of its answer, which rounds differently from decode steps.
             room = sequence.left if self._config.deterministic else min(sequence.left, _ROOM)
             admission = self.cache.admit(
@@ -186,6 +238,22 @@ class Core:
                 self._counters.prompt_tokens += length
                 self._send(sequence, sequence.accepted, now)
 
+    def _is_computed_ahead(self, sequence: Sequence, hit_tokens: int) -> bool:
+        """Whether somebody who goes first is about to publish more of its prompt than it could use now.
+
+        Those behind it do not count: whoever waits for them lets everybody in between pass.
+        """
+        unit = self._plan.cache.unit
+        for running in self._prefilling:
+            if running.order > sequence.order:
+                break
+            for stop in running.admission.stops:
+                if max(running.computed, hit_tokens) < stop < len(sequence.tokens):
+                    last = stop // unit - 1
+                    if running.keys[last] == sequence.keys[last]:
+                        return True
+        return False
+
     def _occupy(self, sequence: Sequence, now: float) -> None:
         """Fills the slot of a sequence that was admitted."""
         admission, slot = sequence.admission, self.slots.take(sequence)
@@ -196,7 +264,8 @@ class Core:
             admission.pages, self._plan.max_pages, sequence.request.sampling, sequence.seed, seen
         ))
         if admission.restore is not None:
-            self._state = self._programs.restore(self._state, slot, admission.restore)
+            self._state, restored = self._programs.restore(self._state, slot, admission.restore)
+            self._restored.append(Restoration(now, restored))
             self.cache.restored(admission, now=now)
         bisect.insort(self._prefilling, sequence, key=lambda running: running.order)
 
@@ -211,7 +280,8 @@ class Core:
         slots, rows = planned
         self._state, sample = self._programs.decode(self._state, rows)
         self._counters.decode_steps += 1
-        yield self._dispatched(sample, None, slots, [self.slots.sequences[slot] for slot in slots.tolist()])
+        sequences = [self.slots.sequences[slot] for slot in slots.tolist()]
+        yield self._dispatched("decode", now, len(sequences), sample, None, slots, sequences)
 
     def _prefill(self, now: float) -> Iterator[Step]:
         planned = plan_prefill(
@@ -240,10 +310,10 @@ class Core:
         for (chunk, stop), snapshot in zip(kept, snapshots):
             self.cache.publish(chunk.sequence.admission, stop, snapshot, now=now)
             self._may_admit = True
-        yield self._advance(chunks, sample)
+        yield self._advance(chunks, row, sample, now)
 
-    def _advance(self, chunks: SequenceOf[Chunk], sample: Sample) -> Step:
-        """The chunks were dispatched."""
+    def _advance(self, chunks: SequenceOf[Chunk], count: int, sample: Sample, now: float) -> Step:
+        """The chunks were dispatched, so many tokens in all."""
         ended = []
         for number, chunk in enumerate(chunks):
             sequence = chunk.sequence
@@ -254,12 +324,12 @@ class Core:
                 ended.append(number)
         sequences = [chunks[number].sequence for number in ended]
         slots = np.array([sequence.admission.slot for sequence in sequences], np.int64)
-        return self._dispatched(sample, np.array(ended, np.int64), slots, sequences)
+        return self._dispatched("prefill", now, count, sample, np.array(ended, np.int64), slots, sequences)
 
-    def _dispatched(self, sample: Sample, rows: np.ndarray | None, slots: np.ndarray,
+    def _dispatched(self, kind: str, now: float, count: int, sample: Sample, rows: np.ndarray | None, slots: np.ndarray,
                     sequences: list[Sequence]) -> Step:
         sample.token_ids.copy_to_host_async()
-        return Step(sample, rows, slots, sequences, self.slots.left[slots] == 0)
+        return Step(kind, now, count, sample, rows, slots, sequences, self.slots.left[slots] == 0)
 
     def _read(self, step: Step, now: float) -> None:
         """Passes the tokens of a step on."""
@@ -301,7 +371,7 @@ class Core:
                 return
             if self._in_flight:
                 # Some may have ended already; and of a preempted one every token must be known.
-                self._read(self._in_flight.popleft(), now)
+                self.deliver(now)
             else:
                 self._preempt(victim(filter(None, self.slots.sequences)), now)
 

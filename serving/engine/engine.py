@@ -1,7 +1,7 @@
 """The engine: one thread that owns JAX, and the doors to it."""
 
 import collections
-import dataclasses
+import concurrent.futures
 import itertools
 import logging
 import math
@@ -116,10 +116,23 @@ class Engine:
         with self._door:
             self._command(lambda now: self._core.abort(request_id, now))
 
-    def reset_cache(self) -> None:
-        """Forgets all prefixes before the next step; thread-safe. Running requests go on and publish nothing more."""
+    def reset_cache(self) -> concurrent.futures.Future[None]:
+        """Forgets all prefixes before the next step; thread-safe. Running requests go on and publish nothing more.
+
+        The result comes when that is done.
+        """
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def reset(now: float) -> None:
+            self._core.reset_cache(now)
+            done.set_result(None)
+
         with self._door:
-            self._command(lambda now: self._core.reset_cache(now))
+            if self.state in ("failed", "stopped"):  # there is nothing to forget
+                done.set_result(None)
+            else:
+                self._command(reset)
+        return done
 
     def drain(self, timeout: float) -> None:
         """Refuses new requests, waits for those in flight, at most `timeout` seconds, and aborts what is left."""
@@ -143,9 +156,8 @@ class Engine:
             self._thread.join()
 
     def stats(self) -> EngineStats:
-        """Where it stands; thread-safe: it only reads numbers and copies small dictionaries, each in one go."""
-        core, counters, cache_config = self._core, self._counters, self.plan.cache
-        totals = vars(counters) | {"finished": dict(counters.finished)}
+        """Where it stands; thread-safe."""
+        core, cache_config = self._core, self.plan.cache
         cache = core.cache if core else PrefixCache(cache_config)
         tier = cache.device
         return EngineStats(
@@ -153,17 +165,20 @@ class Engine:
             running=core.num_running if core else 0,
             waiting=len(self._ids_at_door) + (len(core.waiting) if core else 0),
             context=self.plan.context,
+            match_unit=cache_config.unit,
             pages=cache_config.num_pages - 1,
             free_pages=len(tier.pool.free),
             cached_pages=tier.pages.size,
+            idle_pages=tier.pages.num_idle,
             page_bytes=cache_config.page_bytes,
             snapshot_bytes=cache_config.snapshot_bytes,
             snapshots=len(tier.residents),
             cache_bytes_used=tier.bytes_used,
             cache_bytes=tier.budget,
-            cache=dataclasses.replace(cache.stats, evicted=collections.Counter(dict(cache.stats.evicted))),
+            policy=type(cache.policy).__name__,
+            lost=core.lost if core else 0,
             compiles_total=self._compiles.total if self._compiles else 0,
-            **totals,
+            **vars(self._counters.copy()),
         )
 
     def _require_serving(self) -> None:
@@ -221,6 +236,7 @@ class Engine:
 
     def _open(self) -> None:
         with self._door:
+            self.heartbeat = time.monotonic()  # to compile may have taken minutes
             if self.state == "starting":
                 self.state = "serving"
                 self.ready.set()
@@ -251,6 +267,7 @@ class Engine:
                     return
                 core.deliver(now)
             if not core.by_id:
+                core.count_lost()
                 with self._door:
                     self._door.notify_all()
 

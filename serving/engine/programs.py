@@ -108,7 +108,7 @@ class Programs:
         """See `steps.admit_step`."""
         return self._admit(state, np.int32(slot), contents)
 
-    def restore(self, state: EngineState, slot: int, snapshot: Snapshots) -> EngineState:
+    def restore(self, state: EngineState, slot: int, snapshot: Snapshots) -> tuple[EngineState, jax.Array]:
         """See `steps.restore_step`."""
         return self._restore(state, np.int32(slot), snapshot)
 

@@ -97,8 +97,8 @@ def admit_step(state: EngineState, slot: jax.Array, contents: SlotContents) -> E
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def restore_step(state: EngineState, slot: jax.Array, snapshot: Snapshots) -> EngineState:
-    """Copies a cached snapshot, without the axis M, into a slot."""
+def restore_step(state: EngineState, slot: jax.Array, snapshot: Snapshots) -> tuple[EngineState, jax.Array]:
+    """Copies a cached snapshot, without the axis M, into a slot; returns (state, something that comes with it)."""
 
     def put(pool: jax.Array, kept: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(pool, kept, slot, 1)
@@ -106,7 +106,7 @@ def restore_step(state: EngineState, slot: jax.Array, snapshot: Snapshots) -> En
     model = state.model
     return state.replace(model=model.replace(
         kda_state=put(model.kda_state, snapshot.kda_state), conv_tail=put(model.conv_tail, snapshot.conv_tail)
-    ))
+    )), slot + 1  # the state is donated to the next step: nobody can wait for it
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_logprobs"), donate_argnames="state")

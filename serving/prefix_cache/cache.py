@@ -37,11 +37,11 @@ class PrefixCache:
     Keys may be any hashable values such that equal keys mean equal prefixes (`hashing.ChainHasher`).
     """
 
-    def __init__(self, config: CacheConfig, policy: Policy | None = None):
-        """`policy` guesses who comes back: `LearnedReuse` by default."""
+    def __init__(self, config: CacheConfig, policy: Policy | None = None, stats: Stats | None = None):
+        """`policy` guesses who comes back: `LearnedReuse` by default. `stats` may be those of an earlier cache."""
         self.config = config
         self.policy = policy or LearnedReuse()
-        self.stats = Stats()
+        self.stats = stats or Stats()
         self.epoch = 0
         self.slots = IdPool(config.num_slots)
         self.boundaries = BoundaryTable(self.policy, config.max_tombstones)
@@ -140,13 +140,16 @@ class PrefixCache:
         pages.hold(held)
         if not self.slots.free or not self.device.can_free(wanted - shared):
             pages.unhold(held)
-            self.stats.refused += 1
+            self.stats.refused_attempts += 1
             return None
         source = hit if tier is self.device else None
         if source:
             self.device.pin(source)
             source.offered = False
         self._count(path, num_tokens, hit_units, tier)
+        if hit:
+            self.stats.reuse_gaps.add(now - hit.used)
+            hit.used = now
         stops = self.evidence.admitted(path, hit_units * unit, deepest, declared, now)
         if deepest and deepest.forks <= 2:  # it may be superseded now, or not any more
             self._revalue_below(deepest)
@@ -331,6 +334,7 @@ class PrefixCache:
         unit, stats = self.config.unit, self.stats
         stats.admitted += 1
         stats.prompt_tokens += num_tokens
+        stats.hits += hit_units > 0
         stats.hit_tokens += hit_units * unit
         if tier is self.host:
             stats.host_hit_tokens += hit_units * unit
@@ -349,7 +353,7 @@ class PrefixCache:
         if boundary.key in self.device.residents:
             self.stats.duplicates += 1
         else:
-            self.device.insert(boundary, path, snapshot)
+            self.device.insert(boundary, path, snapshot, now)
             self.stats.published += 1
         self.device.shrink(now)
         return boundary.key in self.device.residents

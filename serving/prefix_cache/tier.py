@@ -17,13 +17,14 @@ class Resident:
     Residents form a tree: the parent is the next shallower one on the path, or the tier's root.
     """
 
-    __slots__ = ("boundary", "path", "page", "snapshot", "pins", "offered", "parent", "children", "row")
+    __slots__ = ("boundary", "path", "page", "snapshot", "born", "used", "pins", "offered", "parent", "children", "row")
 
-    def __init__(self, boundary: Boundary, path: Sequence[Hashable], page: int, snapshot: Any):
+    def __init__(self, boundary: Boundary, path: Sequence[Hashable], page: int, snapshot: Any, now: float):
         self.boundary = boundary
         self.path = path  # keys of its units
         self.page = page
         self.snapshot = snapshot
+        self.born = self.used = now
         self.pins = 0
         self.offered = False  # to the host tier, since its last use
         self.parent: Resident | None = None
@@ -51,7 +52,7 @@ class Tier:
         self.pages = PageTree(self.pool)
         self.reserved_bytes = 0
         self.residents: dict[Hashable, Resident] = {}
-        self.root = Resident(Boundary(None, 0, Kind.JUNCTION), (), 0, None)  # the start of every prompt
+        self.root = Resident(Boundary(None, 0, Kind.JUNCTION), (), 0, None, 0.0)  # the start of every prompt
         self.at: list[Resident | None] = []
         self.free_rows: list[int] = []
         self.wait = np.zeros(0, np.int64)  # row in the boundary table
@@ -93,9 +94,9 @@ class Tier:
             parent = cached
         return parent
 
-    def insert(self, boundary: Boundary, path: Sequence[Hashable], snapshot: Any) -> None:
+    def insert(self, boundary: Boundary, path: Sequence[Hashable], snapshot: Any, now: float) -> None:
         """Adds a snapshot whose pages are cached already."""
-        resident = Resident(boundary, path, self.pages.page_of[boundary.key], snapshot)
+        resident = Resident(boundary, path, self.pages.page_of[boundary.key], snapshot, now)
         above = (self.residents.get(key) for key in reversed(path[:-1]))
         parent = resident.parent = next(filter(None, above), self.root)
         if self.pages.children[resident.page]:
@@ -128,6 +129,8 @@ class Tier:
         self.revalue_below(resident)
         self._leave(resident, now)
         self.stats.evicted[self.name, resident.boundary.kind.value] += 1
+        self.stats.lifetimes.add(now - resident.born)
+        self.stats.idle_times.add(now - resident.used)
 
     def clear(self, now: float) -> None:
         """Drops every snapshot, also pinned ones; pages that are held stay until they are let go."""

@@ -99,7 +99,7 @@ class Transfers:
         if snapshot is not None:
             first = len(source.path) - len(transfer.target_pages)
             host.cache_pages(source.path, first, transfer.target_pages, transfer.owned)
-            host.insert(source.boundary, source.path, snapshot)
+            host.insert(source.boundary, source.path, snapshot, now)
             self.stats.stored += 1
         host.pool.give(sorted(transfer.owned))
         host.pages.unhold(transfer.held_page)

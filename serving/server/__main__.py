@@ -2,7 +2,7 @@
 
 import sys
 
-from serving.server.command import main
+from serving.extra import SERVER, run_with
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_with(SERVER, "serving.server.command"))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from k3jax.catalog import Description, describe
 from k3jax.cli.command import OK, Parser, run, say
-from serving.engine.config import CHUNK
 from serving.server.config import ServerConfig, add_flags, from_arguments
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from serving.engine.engine import Engine
 
 ENGINE_FAILED = 1
-
-_POLICY = "learned reuse"
 
 _EPILOG = """\
 examples:
@@ -110,10 +107,11 @@ def _introduce(backend: "Backend", address: str) -> None:
         f"tokens, {engine.config.max_batch} requests at once{', deterministic' if engine.config.deterministic else ''}"
     )
     if engine.config.cache:
-        room = stats.cache_bytes // (stats.snapshot_bytes + stats.page_bytes)
+        room = min(stats.cache_bytes // (stats.snapshot_bytes + stats.page_bytes), stats.pages)
         say(
-            f"cache: match unit {CHUNK} tokens, {stats.snapshot_bytes / 2**20:.2f} MiB a snapshot, room for {room} of "
-            f"them with a page each, shortest cacheable prompt {CHUNK + 1} tokens, policy {_POLICY}"
+            f"cache: match unit {stats.match_unit} tokens, {stats.snapshot_bytes} bytes "
+            f"({stats.snapshot_bytes / 2**20:.2f} MiB) a snapshot, room for {room} of them with a page each, shortest "
+            f"cacheable prompt {stats.match_unit + 1} tokens, policy {stats.policy}"
         )
     else:
         say("cache: off")

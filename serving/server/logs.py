@@ -5,7 +5,7 @@ import json
 import logging
 import sys
 
-_OWN_FIELDS = logging.makeLogRecord({}).__dict__.keys()
+_OWN_FIELDS = {*logging.makeLogRecord({}).__dict__, "message", "asctime"}  # the last two come from other formatters
 
 
 class JsonLines(logging.Formatter):

@@ -9,7 +9,6 @@ import socket
 import time
 
 import grpc
-import prometheus_client
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -21,6 +20,7 @@ from serving.api.servicer import SERVICE, DecoderServicer
 from serving.api.status import StatusInterceptor
 from serving.api.v1 import decoder_pb2_grpc
 from serving.server.config import ServerConfig
+from serving.server.exporter import Exporter
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -67,7 +67,7 @@ class Server:
             (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         self._watcher: asyncio.Task | None = None
-        self._exporter = None
+        self._exporter: Exporter | None = None
         self.port = self.metrics_port = 0
 
     @property
@@ -109,8 +109,7 @@ class Server:
                     await asyncio.sleep(0.01)
         await self._server.stop(grace=0.1)
         if self._exporter:
-            self._exporter.shutdown()
-            self._exporter.server_close()
+            self._exporter.stop()
 
     def _listen(self) -> int:
         host, port = self.config.host, self.config.port
@@ -123,10 +122,10 @@ class Server:
     def _export_metrics(self, port: int) -> int:
         _check_address(self.config.host, port, "metrics_port")
         try:
-            self._exporter, _ = prometheus_client.start_http_server(port, self.config.host, self._metrics.registry)
-        except OSError as error:
+            self._exporter = Exporter(self.config.host, port, self._metrics.registry)
+        except OSError as error:  # somebody was faster
             raise UserError(f"cannot listen on {_join(self.config.host, port)}: {error.strerror}") from None
-        return self._exporter.server_port
+        return self._exporter.port
 
     async def _watch_health(self) -> None:
         """Keeps the health service up to date."""

@@ -22,19 +22,19 @@ class Batch(NamedTuple):
     cu_seqlens: np.ndarray
 
 
-def make_batch(seed: int, contexts: list[int], lengths: list[int], padding: int = 0) -> Batch:
+def make_batch(seed: int, contexts: list[int], lengths: list[int], padding: int = 0, page_size: int = PAGE) -> Batch:
     """Random sequences on shuffled pages; every position that no sequence has written holds NaN."""
     rng = np.random.default_rng(seed)
     num_tokens = sum(lengths) + padding
     free = rng.permutation(np.arange(1, NUM_PAGES))
-    pages = np.full((LAYERS, NUM_PAGES, PAGE, RANK + ROPE), np.nan, np.float32)
+    pages = np.full((LAYERS, NUM_PAGES, page_size, RANK + ROPE), np.nan, np.float32)
     page_table = np.zeros((len(lengths), MAX_PAGES), np.int32)
     for n, (context, length) in enumerate(zip(contexts, lengths)):
-        needed = -(-(context + length) // PAGE)
+        needed = -(-(context + length) // page_size)
         page_table[n, :needed], free = free[:needed], free[needed:]
         for position in range(context):
             row = rng.normal(size=(LAYERS, RANK + ROPE))
-            pages[:, page_table[n, position // PAGE], position % PAGE] = row
+            pages[:, page_table[n, position // page_size], position % page_size] = row
     return Batch(
         q=rng.normal(size=(num_tokens, HEADS, NOPE + ROPE)).astype(np.float32),
         latent=rng.normal(size=(num_tokens, RANK + ROPE)).astype(np.float32),
@@ -47,15 +47,15 @@ def make_batch(seed: int, contexts: list[int], lengths: list[int], padding: int 
     )
 
 
-def oracle(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Float64 definition, token by token: (out, pages)."""
-    pages = batch.pages.copy()
+def oracle(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Float64 definition, token by token: (out, pages, log-sum-exp of the scores)."""
+    pages, page_size = batch.pages.copy(), batch.pages.shape[2]
     kv_b_proj = batch.kv_b_proj[batch.layer].astype(np.float64)
-    out = np.zeros((*batch.q.shape[:2], VALUE))
+    out, lse = np.zeros((*batch.q.shape[:2], VALUE)), np.full(batch.q.shape[:2], -np.inf)
     for n, context in enumerate(batch.context_lens):
         for row in range(batch.cu_seqlens[n], batch.cu_seqlens[n + 1]):
             position = context + row - batch.cu_seqlens[n]
-            pages[batch.layer, batch.page_table[n, position // PAGE], position % PAGE] = batch.latent[row]
+            pages[batch.layer, batch.page_table[n, position // page_size], position % page_size] = batch.latent[row]
             cached = np.concatenate(pages[batch.layer, batch.page_table[n]])[: position + 1].astype(np.float64)
             for h in range(HEADS):
                 expanded = cached[:, :RANK] @ kv_b_proj[h].T
@@ -63,7 +63,8 @@ def oracle(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
                 scores = keys @ batch.q[row, h].astype(np.float64) / np.sqrt(NOPE + ROPE)
                 weights = np.exp(scores - scores.max())
                 out[row, h] = weights / weights.sum() @ expanded[:, NOPE:]
-    return out, pages
+                lse[row, h] = np.log(weights.sum()) + scores.max()
+    return out, pages, lse
 
 
 def decode_arguments(batch: Batch) -> tuple:

@@ -16,6 +16,7 @@ from pallas_kernels.mla_decode import xla as decode_xla
 from pallas_kernels.mla_prefill import mla_prefill
 from pallas_kernels.mla_prefill import reference as prefill_reference
 from pallas_kernels.mla_prefill import xla as prefill_xla
+from pallas_kernels.page_part import PagePart
 from tests.ops.mla_oracle import (
     HEADS,
     LAYER,
@@ -58,8 +59,8 @@ RAGGED = {
 @pytest.mark.parametrize("implementation", PREFILLS)
 def test_prefill_matches_float64_definition(implementation, case):
     batch = make_batch(0, *RAGGED[case])
-    out, pages = PREFILLS[implementation](*batch)
-    expected_out, expected_pages = oracle(batch)
+    out, pages, _ = PREFILLS[implementation](*batch)
+    expected_out, expected_pages, _ = oracle(batch)
     np.testing.assert_allclose(out, expected_out, atol=2e-6, rtol=1e-5)
     np.testing.assert_array_equal(pages, expected_pages)
 
@@ -67,8 +68,8 @@ def test_prefill_matches_float64_definition(implementation, case):
 @pytest.mark.parametrize("implementation", DECODES)
 def test_decode_matches_float64_definition(implementation):
     batch = make_batch(1, contexts=[0, 7, 8, 31, 40], lengths=[1] * 5)
-    out, pages = DECODES[implementation](*decode_arguments(batch))
-    expected_out, expected_pages = oracle(batch)
+    out, pages, _ = DECODES[implementation](*decode_arguments(batch))
+    expected_out, expected_pages, _ = oracle(batch)
     np.testing.assert_allclose(out, expected_out, atol=2e-6, rtol=1e-5)
     np.testing.assert_array_equal(pages, expected_pages)
 
@@ -77,7 +78,7 @@ def test_decode_matches_float64_definition(implementation):
 def test_unused_decode_rows_are_zero_and_write_nothing(implementation):
     batch = make_batch(2, contexts=[5, 16, 11], lengths=[1] * 3)
     batch.page_table[1, 2] = 0
-    out, pages = DECODES[implementation](*decode_arguments(batch))
+    out, pages, _ = DECODES[implementation](*decode_arguments(batch))
     np.testing.assert_array_equal(out[1], 0)
     assert np.all(np.asarray(out)[[0, 2]] != 0)
     expected = batch.pages.copy()
@@ -90,7 +91,7 @@ def test_unused_decode_rows_are_zero_and_write_nothing(implementation):
 def test_prefill_rows_without_a_page_are_zero_and_write_nothing(implementation):
     batch = make_batch(3, contexts=[0, 0], lengths=[10, 6])
     batch.page_table[0, 1] = 0
-    out, pages = PREFILLS[implementation](*batch)
+    out, pages, _ = PREFILLS[implementation](*batch)
     np.testing.assert_array_equal(out[8:10], 0)
     assert np.all(np.asarray(out)[10:] != 0)
     np.testing.assert_array_equal(pages[:, 0], batch.pages[:, 0])
@@ -127,14 +128,14 @@ def test_golden_layer(name, implementation):
     page_table = np.array([[2, 1, 3]], np.int32)
     zero = np.zeros(1, np.int32)
     if implementation == "prefill":
-        out, pages = mla_prefill(
+        out, pages, _ = mla_prefill(
             q, latent, kv_b_proj, pages, jnp.int32(0), page_table, zero, np.array([0, num_tokens], np.int32)
         )
     else:
         rows = []
         step = jax.jit(mla_decode)
         for t in range(num_tokens):
-            row, pages = step(q[t : t + 1], latent[t : t + 1], kv_b_proj, pages, jnp.int32(0), page_table, zero + t)
+            row, pages, _ = step(q[t : t + 1], latent[t : t + 1], kv_b_proj, pages, jnp.int32(0), page_table, zero + t)
             rows.append(row)
         out = np.concatenate(rows)
     attended = np.asarray(out).reshape(num_tokens, heads * value)
@@ -152,7 +153,7 @@ TOKENS = 32
 @settings(deadline=None, max_examples=20)
 def test_prefill_equals_any_split_followed_by_decode(seed, cuts, decoded):
     batch = make_batch(seed, contexts=[0], lengths=[TOKENS])
-    whole, whole_pages = tiled_prefill(*batch)
+    whole, whole_pages, _ = tiled_prefill(*batch)
     last = TOKENS - decoded
     edges = sorted({0, last, *(min(cut, last) for cut in cuts)})
     pages, rows = batch.pages, []
@@ -164,11 +165,11 @@ def test_prefill_equals_any_split_followed_by_decode(seed, cuts, decoded):
             context_lens=np.array([start], np.int32),
             cu_seqlens=np.array([0, end - start], np.int32),
         )
-        out, pages = tiled_prefill(*piece)
+        out, pages, _ = tiled_prefill(*piece)
         np.testing.assert_array_equal(out[end - start :], 0)
         rows.append(out[: end - start])
     for t in range(last, TOKENS):
-        out, pages = tiled_decode(
+        out, pages, _ = tiled_decode(
             batch.q[t : t + 1], batch.latent[t : t + 1], batch.kv_b_proj, pages, batch.layer, batch.page_table,
             np.array([t], np.int32),
         )  # fmt: skip
@@ -181,8 +182,8 @@ def test_prefill_equals_any_split_followed_by_decode(seed, cuts, decoded):
 @settings(deadline=None, max_examples=20)
 def test_absorbed_decode_equals_expanded_attention(seed, contexts):
     batch = make_batch(seed, contexts, lengths=[1] * 3)
-    absorbed, _ = tiled_decode(*decode_arguments(batch))
-    expanded, _ = PREFILLS["reference"](*batch)
+    absorbed, _, _ = tiled_decode(*decode_arguments(batch))
+    expanded, _, _ = PREFILLS["reference"](*batch)
     np.testing.assert_allclose(absorbed, expanded, atol=2e-6, rtol=1e-5)
 
 
@@ -197,18 +198,18 @@ def test_later_tokens_neighbours_and_padding_change_no_bit(first_changed, seed):
         pages=batch.pages.copy(),
     )
     changed.pages[:, changed.page_table[1]] = other.pages[:, other.page_table[1]]
-    out, _ = tiled_prefill(*batch)
-    changed_out, _ = tiled_prefill(*changed)
+    out, _, _ = tiled_prefill(*batch)
+    changed_out, _, _ = tiled_prefill(*changed)
     np.testing.assert_array_equal(changed_out[:first_changed], out[:first_changed])
     assert np.any(np.asarray(changed_out)[first_changed:28] != np.asarray(out)[first_changed:28])
 
 
 def test_neighbouring_rows_change_no_bit_of_decode():
     batch = make_batch(4, contexts=[17, 40, 3], lengths=[1] * 3)
-    out, _ = tiled_decode(*decode_arguments(batch))
+    out, _, _ = tiled_decode(*decode_arguments(batch))
     short = batch._replace(q=batch.q.copy(), context_lens=np.array([17, 2, 3], np.int32))
     short.q[1] *= 3
-    changed, _ = tiled_decode(*decode_arguments(short))
+    changed, _, _ = tiled_decode(*decode_arguments(short))
     np.testing.assert_array_equal(np.asarray(changed)[[0, 2]], np.asarray(out)[[0, 2]])
     assert np.all(np.asarray(changed)[1] != np.asarray(out)[1])
 
@@ -218,8 +219,8 @@ def test_physical_page_order_changes_nothing():
     rename = np.concatenate([[0], np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES))])
     moved = batch._replace(pages=np.empty_like(batch.pages), page_table=rename[batch.page_table].astype(np.int32))
     moved.pages[:, rename] = batch.pages
-    out, pages = tiled_prefill(*batch)
-    moved_out, moved_pages = tiled_prefill(*moved)
+    out, pages, _ = tiled_prefill(*batch)
+    moved_out, moved_pages, _ = tiled_prefill(*moved)
     np.testing.assert_array_equal(moved_out, out)
     np.testing.assert_array_equal(np.asarray(moved_pages)[:, rename], pages)
 
@@ -233,26 +234,31 @@ def test_bfloat16_stays_near_float64(pool_dtype):
     step = make_batch(7, contexts=[0, 8, 39], lengths=[1] * 3)
     for batch, op, count in ((prompt, tiled_prefill, 8), (step, tiled_decode, 7)):
         low = batch._replace(**{name: rounded(getattr(batch, name)) for name in ("q", "latent", "kv_b_proj", "pages")})
-        out, pages = op(*low._replace(pages=low.pages.astype(pool_dtype))[:count])
+        out, pages, _ = op(*low._replace(pages=low.pages.astype(pool_dtype))[:count])
         exact = low._replace(**{
             name: np.asarray(getattr(low, name), np.float32) for name in ("q", "latent", "kv_b_proj", "pages")
         })  # fmt: skip
-        expected_out, expected_pages = oracle(exact)
+        expected_out, expected_pages, _ = oracle(exact)
         assert out.dtype == jnp.bfloat16 and pages.dtype == pool_dtype
         error = np.asarray(out, np.float64) - expected_out
         assert np.sqrt(np.mean(error**2) / np.mean(expected_out**2)) < 6e-3
         np.testing.assert_array_equal(np.asarray(pages, np.float32), expected_pages)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype, parts", [(jnp.float32, None), (jnp.bfloat16, None), (jnp.bfloat16, 2)])
 @pytest.mark.parametrize("op", ["prefill", "decode"])
-def test_pool_is_updated_in_place_inside_a_layer_scan(op, dtype):
+def test_pool_is_updated_in_place_inside_a_layer_scan(op, dtype, parts):
     rows, sequences, layers, num_pages = 8, 8, 3, 4096
 
-    def step(pages, q, latent, kv_b_proj, page_table, context_lens, cu_seqlens):
+    def step(pages, q, latent, kv_b_proj, page_table, context_lens, cu_seqlens, index):
+        part = PagePart(index, parts) if parts else None
+
         def body(pages, layer):
             arguments = (q, latent, kv_b_proj, pages, layer, page_table, context_lens)
-            out, pages = mla_prefill(*arguments, cu_seqlens) if op == "prefill" else mla_decode(*arguments)
+            if op == "prefill":
+                out, pages, _ = mla_prefill(*arguments, cu_seqlens, part=part)
+            else:
+                out, pages, _ = mla_decode(*arguments, part=part)
             return pages, out
 
         return jax.lax.scan(body, pages, jnp.arange(layers))
@@ -274,6 +280,7 @@ def test_pool_is_updated_in_place_inside_a_layer_scan(op, dtype):
             integers(sequences, MAX_PAGES),
             integers(sequences),
             integers(sequences + 1),
+            integers(),
         )
         .compile()
     )

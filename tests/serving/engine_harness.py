@@ -1,11 +1,13 @@
 """Engines for tests: tiny models, programs compiled once a process, an oracle, and the checks that end every test."""
 
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import queue
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ import pytest
 from k3jax.sampling import SamplingParams
 from serving.engine import engine as engine_module
 from serving.engine.config import EngineConfig
+from serving.engine.core import Core
 from serving.engine.engine import Engine
 from serving.engine.plan import Plan
 from serving.engine.programs import Programs
@@ -24,7 +27,35 @@ from tests.golden import new_state, prefill_batch, tiny_model
 UNIT = 128
 GREEDY = SamplingParams(temperature=0)
 SETTINGS = {"max_batch": 4, "prefill_tokens": 128, "num_pages": 60, "context": 1024, "cache_bytes": 50_000_000}
+SECONDS = 60.0
+"""Most time of an event, and of a command."""
 _numbers = itertools.count()
+
+
+class CheckedCore(Core):
+    """Recounts its books after every round: a leak is found where it happens.
+
+    Attributes:
+      before_round: called with (core, now).
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.before_round = lambda core, now: None
+
+    def dispatch(self, now: float) -> None:
+        self.before_round(self, now)
+        super().dispatch(now)
+        self.cache.check()
+        owners = {slot: sequence for slot, sequence in enumerate(self.slots.sequences) if sequence}
+        assert owners == {sequence.admission.slot: sequence for sequence in self.by_id.values() if sequence.admission}
+        assert {sequence.admission for sequence in owners.values()} == self.cache.admissions.keys()
+        for slot, sequence in owners.items():
+            pages = sequence.admission.pages
+            assert self.slots.pages[slot, : len(pages)].tolist() == pages
+            assert not self.slots.decoding[slot] or self.slots.context[slot] <= len(pages) * UNIT
+        rounds = {step.since for step in self._in_flight}
+        assert len(rounds) <= 2, "more than two rounds are in flight"
 
 
 @functools.cache
@@ -51,6 +82,7 @@ def start(name: str, *, dtype: str = "float32", slots: int = 4, pages: int = 60,
     compiled.lm = lm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "Programs", lambda *_: compiled)
+        patch.setattr(engine_module, "Core", CheckedCore)
         engine.start()
         assert engine.ready.wait(60) and engine.state == "serving", engine.failure
     return engine
@@ -95,12 +127,16 @@ class Stream:
         if self._on_event:
             self._on_event(next(self._count), event)
 
+    def is_over(self) -> bool:
+        """Whether all events were taken."""
+        return self._queue.empty()
+
     def answer(self) -> Answer:
         """Waits for the end, and checks the order of events."""
         events = []
         while not events or not isinstance(events[-1], Done):
-            events.append(self._queue.get(timeout=60))
-        assert self._queue.empty() and [isinstance(event, Accepted) for event in events[:-1]].count(True) <= 1
+            events.append(self._queue.get(timeout=SECONDS))
+        assert self.is_over() and [isinstance(event, Accepted) for event in events[:-1]].count(True) <= 1
         assert len(events) == 1 or isinstance(events[0], Accepted)
         answer = Answer(events)
         assert answer.done.usage.completion_tokens == len(answer.ids)
@@ -132,9 +168,93 @@ def on_engine_thread(engine: Engine, function):
         except BaseException as error:
             outcome.set_exception(error)
 
+    assert engine.state == "serving", engine.failure
     with engine._door:
         engine._command(command)
-    return outcome.result(60)
+    return outcome.result(SECONDS)
+
+
+@contextlib.contextmanager
+def before_rounds(engine: Engine, action):
+    """`action(core, now)` runs on the engine's thread before each round."""
+
+    def install(action):
+        return on_engine_thread(engine, lambda core: vars(core).update(before_round=action))
+
+    install(action)
+    try:
+        yield
+    finally:
+        install(lambda core, now: None)
+
+
+def gather(engine: Engine, count: int):
+    """An action for `before_rounds`: the first round begins when so many requests are there."""
+    there = []
+
+    def action(core, now):
+        end = time.monotonic() + SECONDS
+        while not there and len(core.by_id) < count:
+            assert time.monotonic() < end, "they did not come"
+            time.sleep(0.001)
+            engine._take_commands(now)
+        there.append(now)
+
+    return action
+
+
+class Wrapped:
+    """Programs of which some are others; `change(programs)` returns {name: method}."""
+
+    def __init__(self, programs, change):
+        self._programs = programs
+        self.__dict__.update(change(programs))
+
+    def __getattr__(self, name):
+        return getattr(self._programs, name)
+
+
+@contextlib.contextmanager
+def changed_programs(engine: Engine, change):
+    """The engine runs other programs."""
+
+    def install(core):
+        whole, core._programs = core._programs, Wrapped(core._programs, change)
+        return whole
+
+    whole = on_engine_thread(engine, install)
+    try:
+        yield
+    finally:
+        on_engine_thread(engine, lambda core: vars(core).update(_programs=whole))
+
+
+@jax.jit
+def _filled(state, slots, pages, value):
+    """The state with `value` in these slots and pages (masks), and the most misleading integers beside."""
+
+    def fill(pool, mask, axis, value):
+        return jnp.where(jnp.expand_dims(mask, [n for n in range(pool.ndim) if n != axis]), value, pool)
+
+    model = state.model
+    owned = slots.at[0].set(False)  # nobody ever gives a page to the dummy slot
+    return state.replace(
+        model=model.replace(
+            kda_state=fill(model.kda_state, slots, 1, value), conv_tail=fill(model.conv_tail, slots, 1, value),
+            mla_pages=fill(model.mla_pages, pages, 1, value),
+        ),
+        page_table=fill(state.page_table, owned, 0, pages.argmin()),
+        seen=fill(state.seen, slots, 0, 255).astype(state.seen.dtype),
+        last_token=fill(state.last_token, slots, 0, 511),
+    )
+
+
+def poison(core: Core, value: float) -> None:
+    """Fills all slots and pages that nobody owns, the dummies too."""
+    state, cache = core._state, core.cache
+    slots, pages = np.zeros(state.last_token.shape, bool), np.zeros(state.model.mla_pages.shape[1], bool)
+    slots[[0, *cache.slots.free]] = pages[[0, *cache.device.pool.free]] = True
+    core._state = _filled(state, slots, pages, value)
 
 
 def check_idle(engine: Engine) -> None:
@@ -170,6 +290,21 @@ def oracle(name: str, ids, count: int) -> np.ndarray:
         prefill_batch([len(ids)], max_pages=64), jnp.asarray(rows),
     )
     return np.asarray(output.logits[:count], np.float64)
+
+
+def experts_tie(name: str, ids, margin: float = 1e-6) -> bool:
+    """Whether somewhere the last expert that is chosen is ahead of the next one by so little that rounding decides."""
+    lm, tokens = tiny_model(name), np.zeros(ORACLE_ROWS, np.int32)
+    tokens[: len(ids)] = ids
+    output = lm.model.apply(
+        {"params": lm.params}, jnp.asarray(tokens), new_state(lm, slots=2, pages=66),
+        prefill_batch([len(ids)], max_pages=64), jnp.zeros(1, jnp.int32), capture=True,
+    )
+    assert lm.config.num_expert_group == 1
+    scores = np.asarray(output.intermediates["router_scores"] + lm.params["moe"]["router_bias"][:, None])
+    best = -np.sort(-scores[:, : len(ids)], axis=-1)
+    chosen = lm.config.num_experts_per_token
+    return bool((best[..., chosen - 1] - best[..., chosen]).min() < margin)
 
 
 def greedy_gap(name: str, ids, answer: Answer) -> float:

@@ -1,14 +1,14 @@
 """An engine without a model, for what a real one does too seldom or too slowly; the same calls as `Engine`."""
 
 import collections
+import concurrent.futures
 import threading
 import time
 
 from k3jax.generation import TokenLogprobs
 from serving.engine.config import EngineConfig
 from serving.engine.request import Accepted, Done, NotServing, QueueFull, Timings, Tokens, Usage
-from serving.engine.stats import EngineStats
-from serving.prefix_cache import Stats
+from serving.engine.stats import Counters, EngineStats
 
 
 class StandInEngine:
@@ -68,15 +68,17 @@ class StandInEngine:
 
     def reset_cache(self):
         self.finished["reset"] += 1
+        done = concurrent.futures.Future()
+        done.set_result(None)
+        return done
 
     def stats(self):
         running = min(len(self.requests), self.config.max_batch)
         return EngineStats(
-            state=self.state, running=running, waiting=len(self.requests) - running, context=1 << 20, pages=8,
-            free_pages=8, cached_pages=0, page_bytes=1, snapshot_bytes=1, snapshots=0, cache_bytes_used=0,
-            cache_bytes=8,
-            cache=Stats(), compiles_total=0, prefill_steps=0, decode_steps=0, prompt_tokens=0, computed_tokens=0,
-            generated_tokens=self.tokens, finished=dict(self.finished), preemptions=0, nan_requests=0, restarts=0,
+            state=self.state, running=running, waiting=len(self.requests) - running, context=1 << 20,
+            match_unit=128, pages=8, free_pages=8, cached_pages=0, idle_pages=0, page_bytes=1, snapshot_bytes=1,
+            snapshots=0, cache_bytes_used=0, cache_bytes=8, policy="None", lost=0, compiles_total=0,
+            **vars(Counters(generated_tokens=self.tokens, finished=collections.Counter(self.finished))),
         )
 
     def _run(self):

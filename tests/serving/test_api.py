@@ -16,54 +16,34 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from k3jax.catalog import describe
-from serving.client import Accepted, AsyncClient, Client, Delta, Done, RequestError, Sampling
+from serving.client import AsyncClient, Client, RequestError, Sampling
 from tests.checkpoints import TINY, tiny_checkpoint
 from tests.serving import engine_harness
-from tests.serving.api_server import running_server
+from tests.serving.service import Heard, serving
 
 GREEDY = Sampling(temperature=0.0)
 
 
-@contextlib.contextmanager
-def serving(name="k3-tiny", **options):
-    """A client of a server with a real engine; afterwards nothing is in flight and nothing has leaked."""
-    engine = engine_harness.start(name, **options)
-    with running_server(engine, str(tiny_checkpoint(name)), dtype="float32", metrics_port=0) as server:
-        with Client(server.address) as client:
-            client.wait_until_ready(10)
-            client.server = server
-            yield client
-        engine_harness.check_idle(engine)
-    assert engine.state == "stopped"
-
-
 @pytest.fixture(scope="module", params=TINY)
-def client(request):
-    with serving(request.param) as client:
-        client.name = request.param
-        yield client
+def service(request):
+    with serving(request.param) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service):
+    return service.client
 
 
 @pytest.fixture(scope="module")
-def k3():
-    with serving() as client:
-        yield client
+def k3_service():
+    with serving("k3-tiny") as service:
+        yield service
 
 
-class Heard:
-    """All events of an answer, in the order that the protocol promises."""
-
-    def __init__(self, events):
-        self.accepted, *self.deltas, self.done = events
-        assert isinstance(self.accepted, Accepted) and isinstance(self.done, Done)
-        assert all(isinstance(delta, Delta) for delta in self.deltas)
-        self.ids = [token for delta in self.deltas for token in delta.token_ids]
-        self.text = "".join(delta.text for delta in self.deltas)
-        self.logprobs = [entry for delta in self.deltas for entry in delta.logprobs]
-        usage = self.done.usage
-        assert usage.completion_tokens == len(self.ids)
-        assert usage.prompt_tokens == self.accepted.prompt_tokens
-        assert usage.cached_tokens == self.accepted.cached_tokens
+@pytest.fixture
+def k3(k3_service):
+    return k3_service.client
 
 
 def ask(client, prompt, new=8, sampling=GREEDY, **options):
@@ -79,17 +59,17 @@ def refused(client, prompt=(1, 2, 3), **options):
     return caught.value.code, caught.value.message
 
 
-def test_greedy_answer_is_the_models_and_the_second_time_it_is_cached(client):
+def test_greedy_answer_is_the_models_and_the_second_time_it_is_cached(service, client):
     ids = engine_harness.prompt(300, seed=1)
     cold = ask(client, ids)
-    engine_harness.check_greedy(client.name, ids, cold, tolerance=1e-3)
+    engine_harness.check_greedy(service.name, ids, cold)
     assert (cold.accepted.prompt_tokens, cold.accepted.cached_tokens, cold.accepted.seed) == (300, 0, None)
     assert (cold.done.finish_reason, cold.done.stop_reason) == ("length", None)
     timings = cold.done.timings
     assert timings.queue_s >= 0 and timings.prefill_s > 0 and timings.decode_s > 0
     before = client.cache_stats()
     warm = ask(client, [*ids, 7], new=8)
-    engine_harness.check_greedy(client.name, [*ids, 7], warm, tolerance=1e-3)
+    engine_harness.check_greedy(service.name, [*ids, 7], warm)
     after = client.cache_stats()
     assert warm.accepted.cached_tokens == 256 == after.hit_tokens - before.hit_tokens
     assert ask(client, [*ids, 7], cache_salt="another's").accepted.cached_tokens == 0
@@ -196,7 +176,8 @@ def test_mistakes_are_invalid_arguments(k3, prompt, options, message):
 
 
 def test_a_checkpoint_without_tokenizer_takes_and_gives_ids():
-    with serving("kimi-linear-tiny") as client:
+    with serving("kimi-linear-tiny") as service:
+        client = service.client
         assert not client.model_info().has_tokenizer
         assert ask(client, [1, 2, 3]).text == ""
         for call in (lambda: list(client.generate("x")), lambda: client.tokenize("x"), lambda: client.detokenize([1])):
@@ -213,7 +194,7 @@ def test_model_info(k3):
     assert info.stop_token_ids == (config.eos_token_id,)
 
 
-def test_many_streams_at_once_some_cancelled_in_every_phase(client):
+def test_many_streams_at_once_some_cancelled_in_every_phase(service, client):
     shared = engine_harness.prompt(260, seed=6)
     prompts = [[*shared, number] for number in range(12)]
     alone = [ask(client, prompt, new=10).ids for prompt in prompts]
@@ -238,7 +219,7 @@ def test_many_streams_at_once_some_cancelled_in_every_phase(client):
         assert [number for number, ids in enumerate(together) if ids is None] == [0, 3, 6, 9]
         for ids, prompt, own in zip(together, prompts, alone):
             if ids is not None and ids != own:  # in another batch a tie may go the other way
-                engine_harness.check_greedy(client.name, prompt, types.SimpleNamespace(ids=ids))
+                engine_harness.check_greedy(service.name, prompt, types.SimpleNamespace(ids=ids))
     wait_until_idle(client)
 
 
@@ -258,8 +239,8 @@ def test_deadline_while_it_runs(k3):
 
 
 def test_priority_goes_first():
-    with serving(slots=1) as client:
-        order = []
+    with serving("k3-tiny", slots=1) as service:
+        client, order = service.client, []
 
         def send(name, priority):
             ask(client, engine_harness.prompt(200, seed=8), new=2, priority=priority)
@@ -295,9 +276,9 @@ def test_reflection_names_the_service(k3):
     ]
 
 
-def scrape(client) -> dict:
+def scrape(service) -> dict:
     """All samples by name and labels."""
-    url = f"http://{client.server.metrics_address}/metrics"
+    url = f"http://{service.server.metrics_address}/metrics"
     text = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url).read().decode()
     return {
         (sample.name.removeprefix("k3jax:"), *sorted(sample.labels.items())): sample.value
@@ -305,8 +286,8 @@ def scrape(client) -> dict:
     }
 
 
-def test_metrics_count_what_happened(k3):
-    before = scrape(k3)
+def test_metrics_count_what_happened(k3_service, k3):
+    before = scrape(k3_service)
     ids = engine_harness.prompt(300, seed=9)
     ask(k3, ids, new=5)
     ask(k3, ids, new=3)
@@ -315,7 +296,7 @@ def test_metrics_count_what_happened(k3):
     next(stream), next(stream)
     stream.close()
     wait_until_idle(k3)
-    after = scrape(k3)
+    after = scrape(k3_service)
 
     def change(*key):
         return after[key] - before.get(key, 0)
@@ -328,7 +309,7 @@ def test_metrics_count_what_happened(k3):
     assert change("e2e_request_latency_seconds_count") == 4
     assert change("admission_rejections_total", ("code", "INVALID_ARGUMENT")) == 1
     assert change("cancelled_total", ("phase", "decode")) == 1
-    assert change("compiles_total") == 0 and change("steps_total", ("kind", "prefill")) > 0
+    assert change("compiles_total") == 0 and change("step_seconds_count", ("kind", "prefill")) > 0
     assert (after["num_requests_running",], after["num_requests_waiting",], after["serving",]) == (0, 0, 1)
     assert after["kv_cache_usage_perc",] == 0 and after["state_snapshots", ("tier", "device")] > 0
 

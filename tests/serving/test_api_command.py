@@ -14,16 +14,20 @@ import time
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving.client import Client, RequestError
 from serving.client.command import main as client_main
+from serving.client.events import event_of
+from serving.client.request import generate_request
 from serving.engine.config import EngineConfig
 from serving.server.command import main as server_main
 from serving.server.config import ServerConfig
 from tests.checkpoints import tiny_checkpoint
+from tests.serving.engine_harness import prompt
 
 ROOT = pathlib.Path(__file__).parents[2]
-SMALL = ["--max-batch", "1", "--prefill-tokens", "128", "--context", "2048", "--cache-bytes", "50000000"]
+SMALL = ["--max-batch", "2", "--prefill-tokens", "128", "--context", "2048", "--cache-bytes", "50000000"]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +39,9 @@ def environment(tmp_path_factory):
 class Process:
     """A server process; `lines` is what it says on standard error."""
 
-    def __init__(self, environment, *flags):
+    def __init__(self, environment, *flags, module="serving.server"):
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "serving.server", "--port", "0", *flags], cwd=ROOT, env=environment,
+            [sys.executable, "-m", module, "--port", "0", *flags], cwd=ROOT, env=environment,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         self.lines = []
@@ -61,13 +65,15 @@ class Process:
     def ended(self) -> int:
         code = self.child.wait(60)
         self._reader.join(10)
-        assert self.child.stdout.read() == "" and "Traceback" not in "".join(self.lines)
+        assert self.child.stdout.read() == ""
+        # Tracebacks are in the log's lines only.
+        assert "Traceback" not in "".join(line for line in self.lines if not line.startswith("{"))
         return code
 
 
 @contextlib.contextmanager
-def process(environment, *flags):
-    server = Process(environment, *flags)
+def process(environment, *flags, **options):
+    server = Process(environment, *flags, **options)
     try:
         yield server
     finally:
@@ -76,9 +82,10 @@ def process(environment, *flags):
 
 
 @contextlib.contextmanager
-def serving(environment, *flags):
+def serving(environment, *flags, **options):
     """A ready server process, and a client of it."""
-    with process(environment, "--checkpoint", str(tiny_checkpoint("k3-tiny")), *SMALL, *flags) as server:
+    checkpoint = str(tiny_checkpoint("k3-tiny"))
+    with process(environment, "--checkpoint", checkpoint, *SMALL, *flags, **options) as server:
         with Client(server.said(r"serving on (\S+)")[1]) as client:
             yield server, client
 
@@ -90,19 +97,44 @@ def endless(client, **options):
     return stream
 
 
+def full_flight(client, new) -> list:
+    """Six requests, of which the first two run and the others wait: sent, not read."""
+    calls, end = [], time.monotonic() + 30
+    for running, waiting in ((2, 0), (2, 4)):
+        while len(calls) < running + waiting:
+            message = generate_request(f"number {len(calls)}", max_new_tokens=new, ignore_eos=True)
+            calls.append(client._stub.Generate(message))
+        while (stats := client.cache_stats()).running < running or stats.waiting < waiting:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+    return calls
+
+
+def fate(call) -> tuple:
+    """(tokens, how it ended, what was said)."""
+    tokens = 0
+    try:
+        for message in call:
+            event = event_of(message)
+            tokens += len(getattr(event, "token_ids", ()))
+    except grpc.RpcError as error:
+        return tokens, error.code(), error.details()
+    return tokens, event.finish_reason, None
+
+
 def test_a_strangers_session(environment):
     with serving(environment, "--metrics-port", "0") as (server, client):
         address = client.address
         assert server.said(r"listening on (\S+)")[1] == address and address.startswith("127.0.0.1:")
         server.said(r"metrics on http://127.0.0.1:\d+/metrics")
         said = server.said(
-            r"cache: match unit 128 tokens, ([\d.]+) MiB a snapshot, room for (\d+) of them with a page each, shortest "
-            r"cacheable prompt 129 tokens, policy learned reuse"
+            r"cache: match unit 128 tokens, \d+ bytes \(([\d.]+) MiB\) a snapshot, room for (\d+) of them with a page "
+            r"each, shortest cacheable prompt 129 tokens, policy LearnedReuse"
         )
         stats = client.cache_stats()
         assert float(said[1]) == pytest.approx(stats.snapshot_bytes / 2**20, abs=0.01)
-        assert int(said[2]) == 50_000_000 // (stats.snapshot_bytes + stats.page_bytes)
-        server.said(r"model .*: \d+ layers, bfloat16, context of 2048 tokens, 1 requests at once")
+        assert int(said[2]) == min(50_000_000 // (stats.snapshot_bytes + stats.page_bytes), stats.pages)
+        server.said(r"model .*: \d+ layers, bfloat16, context of 2048 tokens, 2 requests at once")
 
         def ask(*flags):
             return subprocess.run(
@@ -147,23 +179,64 @@ def test_a_strangers_session(environment):
 
 
 def test_sigterm_lets_requests_finish_then_ends_the_rest(environment):
+    """In full flight: those that wait are finished too, or told."""
     with serving(environment, "--grace", "30") as (server, client):
-        stream = endless(client)
+        calls = full_flight(client, 400)
         server.signal(signal.SIGTERM)
         server.said("shutting down; requests have 30 s to finish")
         with pytest.raises(RequestError) as caught:
             list(client.generate("y"))
         assert caught.value.code is grpc.StatusCode.UNAVAILABLE
-        *deltas, done = stream
-        assert done.finish_reason == "length" and sum(len(delta.token_ids) for delta in deltas) == 2000
+        assert list(map(fate, calls)) == [(400, "length", None)] * 6
         assert server.ended() == 0
     with serving(environment, "--grace", "0.1") as (server, client):
-        stream = endless(client)
+        calls = full_flight(client, 2000)
         server.signal(signal.SIGINT)
-        with pytest.raises(RequestError, match="the server shut down before the answer was complete") as caught:
-            list(stream)
-        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+        tokens, codes, details = zip(*map(fate, calls))
+        assert max(tokens) < 2000 and tokens[2:] == (0,) * 4
+        assert set(codes) == {grpc.StatusCode.UNAVAILABLE}
+        assert set(details) == {"the server shut down before the answer was complete"}
         assert server.ended() == 0
+
+
+def test_a_failing_engine_begins_anew_once(environment):
+    """Those in flight are told, those who wait go on, the cache is empty; a second failure within a minute is final."""
+    with serving(environment, module="tests.serving.failing_server") as (server, client):
+        ids = prompt(300).tolist()
+
+        def cached():
+            *_, done = client.generate(ids, max_new_tokens=1, ignore_eos=True)
+            return done.usage.cached_tokens
+
+        assert [cached() for _ in range(2)] == [0, 256]
+        seen = []
+        watch = health_pb2_grpc.HealthStub(client._channel).Watch(health_pb2.HealthCheckRequest())
+        threading.Thread(target=lambda: _collect(watch, seen), daemon=True).start()
+        calls = full_flight(client, 1000)
+        server.signal(signal.SIGUSR1)
+        fates = list(map(fate, calls[:2]))
+        for tokens, code, details in fates:
+            assert tokens < 1000 and code is grpc.StatusCode.INTERNAL
+            assert details.startswith("the engine failed: RuntimeError: ") and "Traceback" not in details
+        for call in calls[4:]:
+            call.cancel()
+        assert list(map(fate, calls[2:4])) == [(1000, "length", None)] * 2
+        assert [cached() for _ in range(2)] == [0, 256]
+        statuses = health_pb2.HealthCheckResponse
+        assert seen == [statuses.SERVING, statuses.NOT_SERVING, statuses.SERVING]
+        watch.cancel()
+        last = endless(client)
+        server.signal(signal.SIGUSR1)
+        with pytest.raises(RequestError, match="the engine failed") as caught:
+            list(last)
+        assert caught.value.code is grpc.StatusCode.INTERNAL
+        assert server.ended() == 1
+        assert server.lines[-1].startswith("k3jax: error: the engine failed: RuntimeError: ")
+
+
+def _collect(watch, seen) -> None:
+    with contextlib.suppress(grpc.RpcError):  # cancelled at the end
+        seen.extend(response.status for response in watch)
 
 
 def test_a_second_signal_ends_at_once(environment):
@@ -191,7 +264,7 @@ def test_a_failure_to_load_is_a_mistake(environment):
         assert server.lines[-1].startswith("k3jax: error: context is 1024, but 2 pages hold 256 tokens")
 
 
-def test_ctrl_c_ends_the_client_and_frees_its_request(environment):
+def test_a_client_that_is_interrupted_or_killed_frees_its_request(environment):
     with serving(environment) as (server, client):
         arguments = ["--address", client.address, "--prompt", "x", "--max-new-tokens", "2000", "--ignore-eos"]
         # A job in the background, as these tests may be, is started with SIGINT ignored, and so are its children.
@@ -199,17 +272,21 @@ def test_ctrl_c_ends_the_client_and_frees_its_request(environment):
             "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
             "runpy.run_module('serving.client', run_name='__main__', alter_sys=True)"
         )
-        child = subprocess.Popen(
-            [sys.executable, "-c", start, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        child.stdout.read(1)
-        child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=60)
-        assert child.returncode == 130 and errors == b"k3jax: interrupted\n"
-        end = time.monotonic() + 10
-        while client.cache_stats().running:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        for number, code, message in (
+            (signal.SIGINT, 130, b"k3jax: interrupted\n"), (signal.SIGKILL, -signal.SIGKILL, b"")
+        ):
+            child = subprocess.Popen(
+                [sys.executable, "-c", start, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            child.stdout.read(1)
+            assert client.cache_stats().running == 1
+            child.send_signal(number)
+            _, errors = child.communicate(timeout=60)
+            assert (child.returncode, errors) == (code, message)
+            end = time.monotonic() + 10
+            while client.cache_stats().running:
+                assert time.monotonic() < end
+                time.sleep(0.01)
         _, delta, _ = client.generate("y", max_new_tokens=1, ignore_eos=True)
         assert len(delta.token_ids) == 1
 

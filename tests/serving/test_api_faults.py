@@ -1,6 +1,7 @@
 """What goes wrong around an engine: each fault has its status, and others are unharmed."""
 
 import contextlib
+import socket
 import threading
 import time
 
@@ -12,6 +13,7 @@ from k3jax.errors import UserError
 from serving.api import servicer
 from serving.api.v1 import decoder_pb2_grpc
 from serving.client import Accepted, Client, Delta, Done, RequestError, Sampling
+from serving.client.events import event_of
 from serving.client.request import generate_request
 from serving.server import server as server_module
 from tests.serving.api_server import running_server
@@ -27,7 +29,10 @@ def serving(*args, server=None, **kwargs):
     engine.start()
     with running_server(engine, **(server or {})) as running, Client(running.address) as client:
         client.wait_until_ready(10)
-        yield engine, client, running
+        try:
+            yield engine, client, running
+        finally:
+            engine.paused.clear()
 
 
 def refused(call, *args, **kwargs) -> RequestError:
@@ -161,12 +166,12 @@ def test_client_that_goes_away_frees_the_request():
         wait_for(lambda: not engine.requests)
         # Its name is free at once, also while the engine has not seen the cancellation yet.
         engine.paused.set()
-        stream = client.generate("x", max_new_tokens=10**6, request_id="mine")
-        waiting = threading.Thread(target=lambda: pytest.raises(RequestError, list, stream), daemon=True)
-        waiting.start()
-        wait_for(lambda: len(engine.requests) == 1)
-        client.close()
-        wait_for(lambda: next(iter(engine.requests.values()), [0, 0, 0, "abort"])[3] == "abort")
+        message = generate_request("x", max_new_tokens=10**6, request_id="mine")
+        for number in (1, 2):
+            call = client._stub.Generate(message)
+            wait_for(lambda: len(engine.requests) == number)
+            call.cancel() if number == 1 else client.close()
+            wait_for(lambda: [entry[3] for entry in engine.requests.values()] == ["abort"] * number)
         engine.paused.clear()
         wait_for(lambda: not engine.requests)
 
@@ -209,13 +214,42 @@ def test_unread_tokens_are_bounded(monkeypatch):
             stream = decoder_pb2_grpc.DecoderStub(channel).Generate(message)
             next(stream)
             wait_for(lambda: not engine.requests, 20)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stream)
+            assert caught.value.code() is grpc.StatusCode.ABORTED and "did not read" in caught.value.details()
+        engine.step_seconds = 0.005  # who reads may have longer answers than that
+        assert answer(client, max_new_tokens=150)[0] == "a" * 150
+
+
+def test_stop_string_ends_the_request_in_the_engine_too():
+    with serving(b"abc") as (engine, client, _):
+        text, done = answer(client, max_new_tokens=10**6, sampling=Sampling(stop=("cab",)))
+        assert (text, done.finish_reason, done.stop_reason) == ("ab", "stop", "cab")
+        wait_for(lambda: engine.finished["abort"] == 1)
+
+
+def test_tokens_after_a_stop_string_are_dropped():
+    """They come together with those before it when the event loop is late."""
+    with serving(b"abc") as (engine, client, server):
+        engine.paused.set()
+        call = client._stub.Generate(generate_request("x", max_new_tokens=300, sampling=Sampling(stop=("cab",))))
+        wait_for(lambda: engine.requests)
+        held = threading.Event()
+        server.loop.call_soon_threadsafe(held.wait, 10)
+        engine.paused.clear()
+        wait_for(lambda: not engine.requests)
+        held.set()
+        _, *deltas, done = map(event_of, call)
+        assert "".join(delta.text for delta in deltas) == "ab" and done.stop_reason == "cab"
+        assert bytes(sum((delta.token_ids for delta in deltas), ())) == b"abcab"
+        assert done.usage.completion_tokens == 5
 
 
 def test_client_that_lags_gets_fewer_messages_and_all_tokens():
     with serving(b"abc") as (engine, client, server):
         hold = threading.Event()
         server.loop.call_soon_threadsafe(hold.wait, 10)  # the event loop does nothing meanwhile
-        stream = client.generate("x", max_new_tokens=3000)
+        stream = client.generate("x", max_new_tokens=900)
         reader = []
         thread = threading.Thread(target=lambda: reader.extend(stream))
         thread.start()
@@ -224,7 +258,7 @@ def test_client_that_lags_gets_fewer_messages_and_all_tokens():
         server.loop.call_soon_threadsafe(time.sleep, 0.5)
         thread.join(30)
         deltas = reader[1:-1]
-        assert sum((delta.token_ids for delta in deltas), ()) == tuple(b"abc" * 1000)
+        assert sum((delta.token_ids for delta in deltas), ()) == tuple(b"abc" * 300)
         assert max(len(delta.token_ids) for delta in deltas) > 50
 
 
@@ -244,7 +278,9 @@ def test_deadlines():
 
 def test_server_has_a_deadline_of_its_own():
     with serving(server={"max_seconds": 0.2}) as (engine, client, _):
+        start = time.monotonic()
         error = refused(client.generate, "x", max_new_tokens=10**6)
+        assert time.monotonic() - start < 1.5
         assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "the deadline passed after" in error.message and "of 1000000 tokens" in error.message
         assert not engine.requests
@@ -264,7 +300,7 @@ def test_shutting_down_lets_requests_finish_and_refuses_new_ones():
             error = refused(other.generate, "y")
             assert error.code is grpc.StatusCode.UNAVAILABLE and "shutting down" in error.message
             reader.join(30)
-    assert finished[-1].finish_reason == "length" and finished[-1].usage.completion_tokens == 100
+    assert finished and finished[-1].finish_reason == "length" and finished[-1].usage.completion_tokens == 100
 
 
 def test_shutting_down_ends_what_takes_too_long():
@@ -293,6 +329,53 @@ def test_port_in_use_and_addresses_of_other_machines():
 def start_and_stop(**config):
     with running_server(None, **config):
         pass
+
+
+class Wire:
+    """A proxy between client and server that can be cut: no byte passes from then on, and nothing is closed."""
+
+    def __init__(self, port):
+        self._port, self.is_cut, self._sockets = port, threading.Event(), []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):  # closed at the end
+            while True:
+                ends = [self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._port))]
+                self._sockets += ends
+                for source, target in (ends, ends[::-1]):
+                    threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+
+    def _pass(self, source, target):
+        with contextlib.suppress(OSError):
+            while not self.is_cut.is_set():
+                data = source.recv(65536)
+                if self.is_cut.is_set():
+                    return
+                target.sendall(data)
+
+    def close(self):
+        for one in [self._listener, *self._sockets]:
+            one.close()
+
+
+def test_client_whose_machine_is_gone(monkeypatch):
+    """Nobody closes the connection: the server's own pings are not answered."""
+    pings = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 500}
+    options = tuple((name, pings.get(name, value)) for name, value in server_module._OPTIONS)
+    assert options != server_module._OPTIONS
+    monkeypatch.setattr(server_module, "_OPTIONS", options)
+    with serving(b"a") as (engine, client, server):
+        wire = Wire(server.port)
+        with contextlib.closing(wire), Client(wire.address) as gone:
+            stream = gone.generate("x", max_new_tokens=10**6)
+            next(stream)
+            wire.is_cut.set()
+            wait_for(lambda: not engine.requests and not server._servicer.active)
+            assert engine.finished["abort"] == 1
+        assert answer(client, max_new_tokens=3)[0] == "aaa"
 
 
 def test_listens_on_ipv6():

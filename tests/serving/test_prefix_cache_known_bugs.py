@@ -162,7 +162,7 @@ def test_sgl_16067_21404_refusals_take_nothing():
     pages = list(server.cache.device.pool.free)
     for _ in range(1000):
         assert server.admit(prompt + [1]) is None
-    assert server.cache.device.pool.free == pages and server.cache.stats.refused == 1000
+    assert server.cache.device.pool.free == pages and server.cache.stats.refused_attempts == 1000
     server.cache.check()
     server.release(running)
     assert server.run(prompt + [1]) == floor(1000)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh
 
 from k3jax.checkpoint import loading
 from k3jax.checkpoint.orbax import store
@@ -20,19 +19,18 @@ from k3jax.config import K3Config
 from k3jax.errors import UserError
 from k3jax.model import K3ForCausalLM
 from k3jax.progress import reporting
-from sharding import AXIS_RULES
+from sharding import ONE_DEVICE, Layout
 
 
-def load_converted(config: K3Config, directory: pathlib.Path, dtype: Any, *, mesh: Mesh | None = None,
-                   rules: Mapping[str, str] = AXIS_RULES, progress: bool = False) -> dict[str, Any]:
+def load_converted(config: K3Config, directory: pathlib.Path, dtype: Any, *, layout: Layout = ONE_DEVICE,
+                   progress: bool = False) -> dict[str, Any]:
     """Loads a converted checkpoint; each process reads what its devices hold.
 
     Args:
       config: the architecture, as the manifest completes it.
       directory: the checkpoint; its manifest has been checked.
       dtype: of the weights that have no dtype of their own; they are converted. Quantised bytes stay as they are.
-      mesh: devices to spread the weights over; None puts them on the default device.
-      rules: logical axes to mesh axes.
+      layout: where the weights lie; without a mesh, on the default device.
       progress: report bytes and the time left on standard error.
 
     Returns:
@@ -46,7 +44,7 @@ def load_converted(config: K3Config, directory: pathlib.Path, dtype: Any, *, mes
     model, *layers = items_of(weights)
     for item in (model, *layers):
         _check_item(directory, item)
-    abstract = abstract_params(weights, dtype, mesh, rules)
+    abstract = abstract_params(weights, dtype, layout)
     loading.check_room(abstract.values())
     with reporting(progress, sum(map(_local_bytes, abstract.values())), "loading weights") as advance:
         params = store.restore(directory / model.name, {path: abstract[path] for path in model.parts})

@@ -1,0 +1,1 @@
+"""`python -m k3jax.plan`: whether a model fits on devices that need not be there."""
