@@ -1,4 +1,10 @@
-"""The mathematics that the KDA ops share: pure functions of arrays in float32, named after the technical report."""
+"""The mathematics that the KDA ops share: pure functions of arrays in float32, named after the technical report.
+
+What works element by element is apart from the sums over a head, so that GPU kernels, where such a sum is a scalar, use
+the same functions.
+"""
+
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +16,12 @@ L2_NORM_EPS = 1e-6
 def l2_normalize(x: jax.Array) -> jax.Array:
     """`x / sqrt(sum(x^2) + 1e-6)` over the last axis, in float32; a zero row stays zero."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_NORM_EPS)
+    return x * l2_scale(jnp.sum(x * x, axis=-1, keepdims=True))
+
+
+def l2_scale(square_sum: jax.Array) -> jax.Array:
+    """What to multiply a vector by, given its sum of squares."""
+    return jax.lax.rsqrt(square_sum + L2_NORM_EPS)
 
 
 def decay_gate(raw: jax.Array, A_log: jax.Array, dt_bias: jax.Array, lower_bound: float | None) -> jax.Array:
@@ -26,35 +37,60 @@ def decay_gate(raw: jax.Array, A_log: jax.Array, dt_bias: jax.Array, lower_bound
     Returns:
       [..., H, K] float32, at most 0.
     """
-    logits = raw.astype(jnp.float32) + dt_bias
-    rate = jnp.exp(A_log)[:, None]
+    return log_decay(raw.astype(jnp.float32) + dt_bias, jnp.exp(A_log)[:, None], lower_bound)
+
+
+def log_decay(logits: jax.Array, rate: jax.Array, lower_bound: float | None,
+              softplus: Callable[[jax.Array], jax.Array] = jax.nn.softplus) -> jax.Array:
+    """`decay_gate` element by element, of `raw + dt_bias` and `exp(A_log)`."""
     if lower_bound is None:
-        return -rate * jax.nn.softplus(logits)
+        return -rate * softplus(logits)
     return lower_bound * jax.nn.sigmoid(rate * logits)
 
 
 def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """`RMSNorm(x) * weight * sigmoid(gate)` over the last axis, in float32: norm first, then the gate."""
     x = x.astype(jnp.float32)
-    normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return rms_gate(x, jnp.mean(x * x, axis=-1, keepdims=True), gate, weight, eps)
+
+
+def rms_gate(x: jax.Array, mean_square: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`gated_rms_norm` element by element, given the mean square of float32 `x`."""
+    normed = x * jax.lax.rsqrt(mean_square + eps)
     return normed * weight.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
 
 
-def conv_silu(taps: list[jax.Array], weight: jax.Array) -> jax.Array:
+def conv_silu(taps: Sequence[jax.Array], weights: Sequence[jax.Array]) -> jax.Array:
     """SiLU of a depthwise convolution whose inputs are already lined up.
 
     Args:
       taps: W arrays [..., C], oldest first, the current token last.
-      weight: [C, W]; C may stand for several axes.
+      weights: W arrays [C], or one array [W, C]; C may stand for several axes.
 
     Returns:
       [..., C] float32.
     """
-    weight = weight.astype(jnp.float32)
-    total = taps[0].astype(jnp.float32) * weight[..., 0]
+    total = taps[0].astype(jnp.float32) * weights[0].astype(jnp.float32)
     for index, tap in enumerate(taps[1:], start=1):
-        total += tap.astype(jnp.float32) * weight[..., index]
+        total += tap.astype(jnp.float32) * weights[index].astype(jnp.float32)
     return jax.nn.silu(total)
+
+
+def delta_rule(read_q: jax.Array, read_k: jax.Array, q_dot_k: jax.Array, v: jax.Array,
+               beta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A head's output and what k adds to its state, from products with the decayed state before the token.
+
+    Args:
+      read_q, read_k: [..., V] decayed state times q and k.
+      q_dot_k: `<q, k>`.
+      v: [..., V].
+      beta: strength of the update, after its sigmoid.
+
+    Returns:
+      ([..., V] output, [..., V] update r of `S' = a S + k r^T`).
+    """
+    update = beta * (v - read_k)
+    return read_q + q_dot_k * update, update
 
 
 def matmul(equation: str, *operands: jax.Array) -> jax.Array:

@@ -5,11 +5,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.kda_checks import check_lower_bound, check_places, check_shapes, place_checks
-from pallas_kernels.kda_decode import reference, xla
+from pallas_kernels.kda_decode import mosaic_gpu, reference, xla
 from pallas_kernels.kda_decode.reference import KdaDecodeOutput
 
 OP = "kda_decode"
-IMPLEMENTATIONS = {"xla": xla.kda_decode, "reference": reference.kda_decode}
+IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.kda_decode,
+    "xla": xla.kda_decode,
+    "reference": reference.kda_decode,
+}
 FLOATS = (jnp.float32, jnp.bfloat16)
 
 

@@ -19,7 +19,7 @@ def kda_decode(qkv, gate, beta, output_gate, conv_weight, norm_weight, A_log, dt
     dtype, used = qkv.dtype, slots > 0
     tails = stacks.read(conv_pool, layer, slots).astype(dtype)
     taps = [tails[..., index] for index in range(tails.shape[-1])] + [qkv]
-    convolved = round_to(kda_math.conv_silu(taps, conv_weight), dtype)
+    convolved = round_to(kda_math.conv_silu(taps, jnp.moveaxis(conv_weight, -1, 0)), dtype)
     q = kda_math.l2_normalize(convolved[:, 0]) * qkv.shape[-1] ** -0.5
     k, v = kda_math.l2_normalize(convolved[:, 1]), convolved[:, 2]
     decay = jnp.exp(kda_math.decay_gate(gate, A_log, dt_bias, lower_bound))
@@ -27,8 +27,8 @@ def kda_decode(qkv, gate, beta, output_gate, conv_weight, norm_weight, A_log, dt
 
     states = stacks.read(state_pool, layer, slots)
     read = kda_math.matmul("bhvk,xbhk->xbhv", states, jnp.stack([q * decay, k * decay]))
-    update = beta[..., None] * (v - read[1])
-    out = read[0] + jnp.sum(q * k, axis=-1, keepdims=True) * update
+    q_dot_k = jnp.sum(q * k, axis=-1, keepdims=True)
+    out, update = kda_math.delta_rule(read[0], read[1], q_dot_k, v, beta[..., None])
     states = states * decay[:, :, None] + update[..., None] * k[:, :, None]
 
     out = kda_math.gated_rms_norm(round_to(out, dtype), output_gate, norm_weight, norm_eps)

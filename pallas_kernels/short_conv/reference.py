@@ -77,5 +77,6 @@ def short_conv(x, weight, conv_pool, layer, slots, has_initial_state, cu_seqlens
     taps = [
         inputs_before(x, tails, cu_seqlens, sequence, offset - shift) for shift in reversed(range(weight.shape[-1]))
     ]
-    out = jnp.where(valid[:, None, None, None], kda_math.conv_silu(taps, weight), 0).astype(x.dtype)
+    out = kda_math.conv_silu(taps, jnp.moveaxis(weight, -1, 0))
+    out = jnp.where(valid[:, None, None, None], out, 0).astype(x.dtype)
     return finish(out, x, tails, conv_pool, layer, slots, cu_seqlens, snapshot_positions)

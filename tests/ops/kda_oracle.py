@@ -72,6 +72,20 @@ def conv(x, weight, tail):
     return silu(out).reshape(x.shape), np.moveaxis(inputs[len(x):], 0, -1)
 
 
+def layer(token, weight, tail, state, lower_bound, norm_eps, dtype=np.float64):
+    """The whole layer of model tokens [T, ...] of one sequence: (out, tail, state); rounds where the ops round."""
+    def rounded(x):
+        return np.asarray(x, dtype).astype(np.float64)
+
+    token, weight = ({key: np.asarray(x, np.float64) for key, x in group.items()} for group in (token, weight))
+    convolved, tail = conv(token["qkv"], weight["conv_weight"], tail)
+    q, k, v = np.moveaxis(rounded(convolved), 1, 0)
+    out, states = kda(q, k, v, token["gate"], token["beta"], weight["A_log"], weight["dt_bias"], state, lower_bound)
+    out = rounded(out)
+    normed = out / np.sqrt((out * out).mean(-1, keepdims=True) + norm_eps) * weight["norm_weight"]
+    return normed * sigmoid(token["output_gate"]), tail, states[-1]
+
+
 GATES = {"mixed": (3.0, 0.0), "floor": (0.0, 40.0), "near_zero": (1.0, -20.0), "alternating": None}
 KEYS = ("random", "correlated", "identical")
 BETAS = {"mixed": (2.0, 0.0), "zero": (0.0, -200.0), "one": (0.0, 40.0)}

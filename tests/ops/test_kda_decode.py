@@ -51,21 +51,6 @@ def tokens(rng, count, gate_scale=3.0):
     }
 
 
-def layer64(token, weight, tail, state, lower_bound, dtype=np.float64):
-    """The whole layer of model tokens [T, ...] of one sequence: (out, tail, state); rounds where the op rounds."""
-    def rounded(x):
-        return np.asarray(x, dtype).astype(np.float64)
-
-    token, weight = ({key: np.asarray(x, np.float64) for key, x in group.items()} for group in (token, weight))
-    convolved, tail = oracle.conv(token["qkv"], weight["conv_weight"], tail)
-    q, k, v = np.moveaxis(rounded(convolved), 1, 0)
-    out, states = oracle.kda(q, k, v, token["gate"], token["beta"], weight["A_log"], weight["dt_bias"], state,
-                             lower_bound)
-    out = rounded(out)
-    normed = out / np.sqrt((out * out).mean(-1, keepdims=True) + EPS) * weight["norm_weight"]
-    return normed * oracle.sigmoid(token["output_gate"]), tail, states[-1]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(deadline=None, max_examples=25)
 @given(
@@ -86,9 +71,9 @@ def test_a_step_equals_the_layer_in_float64(backend, slots, used, lower_bound, g
         if slot == 0:
             assert not np.asarray(result.out[row]).any()
             continue
-        out, tail, state = layer64(
+        out, tail, state = oracle.layer(
             {key: x[row:row + 1] for key, x in token.items()}, weight, pool["conv_pool"][LAYER, slot],
-            pool["state_pool"][LAYER, slot], lower_bound,
+            pool["state_pool"][LAYER, slot], lower_bound, EPS,
         )
         np.testing.assert_allclose(result.out[row], out[0], atol=1e-5)
         expected_tails[LAYER, slot], expected_states[LAYER, slot] = tail, state
@@ -190,10 +175,10 @@ def test_bfloat16_rounds_where_prefill_does(backend, pool_dtype):
     with_roundings = without = 0.0
     for row, slot in enumerate(slots):
         args = ({key: x[row:row + 1] for key, x in token.items()}, weight, tails[LAYER, slot],
-                pool["state_pool"][LAYER, slot], -5.0)
+                pool["state_pool"][LAYER, slot], -5.0, EPS)
         actual = np.asarray(result.out[row], np.float64)
         for dtype in (jnp.bfloat16, np.float64):
-            out, tail, state = layer64(*args, dtype=dtype)
+            out, tail, state = oracle.layer(*args, dtype=dtype)
             error = np.sqrt(((actual - out[0]) ** 2).mean())
             if dtype is jnp.bfloat16:
                 with_roundings += error
