@@ -345,6 +345,7 @@ class Core:
     def _push(self, sequence: Sequence, token: int, step: Step, row: int, stop: bool, last: bool, now: float) -> None:
         if token < 0:
             self._counters.nan_requests += 1
+            self.cache.distrust(sequence.admission, now=now)
             self._finish(sequence, "error", now, message=_NO_NUMBERS)
             return
         sequence.push(token, now)

@@ -249,6 +249,16 @@ class PrefixCache:
         self.slots.give([admission.slot])
         self.device.shrink(now)
 
+    def distrust(self, admission: Admission, *, now: float) -> None:
+        """Drops the snapshots on a prompt's path, for a request whose numbers went wrong; pinned ones stay.
+
+        It may have had that from the snapshot that it began from, or have left it in one.
+        """
+        for tier in (self.device, self.host):
+            for resident in filter(None, map(tier.residents.get, admission.path)):
+                if not resident.pins:
+                    tier.evict(resident, now)
+
     # The host tier
 
     def store(self, *, now: float) -> Transfer | None:

@@ -168,7 +168,7 @@ def on_engine_thread(engine: Engine, function):
         except BaseException as error:
             outcome.set_exception(error)
 
-    assert engine.state == "serving", engine.failure
+    assert engine.ready.wait(SECONDS) and engine.state == "serving", engine.failure
     with engine._door:
         engine._command(command)
     return outcome.result(SECONDS)
@@ -188,19 +188,24 @@ def before_rounds(engine: Engine, action):
         install(lambda core, now: None)
 
 
-def gather(engine: Engine, count: int):
-    """An action for `before_rounds`: the first round begins when so many requests are there."""
-    there = []
+def gather(engine: Engine, *conditions):
+    """An action for `before_rounds`: the first round begins when the first `condition(core)` holds, and so on."""
+    left = list(conditions)
 
     def action(core, now):
         end = time.monotonic() + SECONDS
-        while not there and len(core.by_id) < count:
+        while left and not left[0](core):
             assert time.monotonic() < end, "they did not come"
             time.sleep(0.001)
             engine._take_commands(now)
-        there.append(now)
+        del left[:1]
 
     return action
+
+
+def is_there(core: Core, name: str) -> bool:
+    """Whether a request that its client calls so has not ended."""
+    return any(key.startswith(f"{name}#") for key in core.by_id)
 
 
 class Wrapped:

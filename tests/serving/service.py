@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 
 import grpc
 import numpy as np
@@ -94,6 +95,14 @@ class Call:
     def cancel(self) -> None:
         """The client goes away."""
         self._call.cancel()
+
+
+def wait_for(condition, seconds=10.0) -> None:
+    """What happens sooner or later."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.002)
 
 
 def ask(service: Service, ids, **options) -> Heard:

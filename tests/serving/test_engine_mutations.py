@@ -119,6 +119,9 @@ DEFECTS = {
         Engine, "submit", ">= self.config.max_waiting", "> 10**9", pressure("test_queue_full_and_deadlines")),
     "logits that are no numbers": (
         Core, "_push", "if token < 0:", "if False:", pressure("test_no_numbers_end_that_request_only")),
+    "a state handed on though its numbers are wrong": (
+        Core, "_push", "self.cache.distrust(sequence.admission, now=now)", "pass",
+        pressure("test_a_state_that_went_wrong_is_not_handed_on")),
     "memory of all deadlines": (
         Core, "_watch", "_FEW + 2 * len(self.by_id)", "10**9",
         pressure("test_requests_that_have_ended_are_forgotten_though_their_deadline_is_far")),

@@ -81,8 +81,7 @@ def test_a_full_step_is_filled(queue, config):
     left = shapes[-1].tokens - sum(chunk.count for chunk in chunks)
     assert not any(chunk.stops for chunk in chunks)
     assert len(chunks) in (len(queue), shapes[-1].sequences) or left < 64
-    for chunk in chunks[:-1]:
-        assert chunk.ends_prompt
+    assert [chunk.ends_prompt for chunk in chunks].count(False) <= 1
 
 
 def test_a_prompt_in_the_grid_is_cut_at_its_multiples_whatever_was_cached():

@@ -15,12 +15,13 @@ from tests.serving.engine_harness import (
     check_idle,
     expected_hit,
     gather,
+    is_there,
     on_engine_thread,
     oracle,
     poison,
     prompt,
 )
-from tests.serving.service import BOUND, Call, ask, ask_all, check_greedy, check_same, serving
+from tests.serving.service import BOUND, Call, ask, ask_all, check_greedy, check_same, serving, wait_for
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 319, 320, 383, 384)
 
@@ -123,7 +124,7 @@ def test_sixteen_twins_in_one_step(service):
     ids = prompt(300, seed=3)
     cold = ask(service, ids, cache_salt="alone")
     before = service.engine.stats().computed_tokens
-    with before_rounds(service.engine, gather(service.engine, 16)):
+    with before_rounds(service.engine, gather(service.engine, lambda core: len(core.by_id) == 16)):
         answers = ask_all(service, [ids] * 16)
     assert sorted(answer.cached for answer in answers) == [0] + [256] * 15
     assert service.engine.stats().computed_tokens - before == 300 + 15 * 44
@@ -134,13 +135,21 @@ def test_sixteen_twins_in_one_step(service):
 def test_a_twin_whose_elder_goes_away_computes_by_itself(service):
     ids = prompt(700, seed=4)
     cold = ask(service, ids, cache_salt="alone")
-    elder = Call(service, ids, request_id="elder")
-    elder.hear()
-    with before_rounds(service.engine, gather(service.engine, 4)):
+    steps = service.engine.stats().prefill_steps
+    stages = gather(
+        service.engine, lambda core: is_there(core, "elder"), lambda core: len(core.by_id) == 4,
+        lambda core: not is_there(core, "elder"),
+    )
+    with before_rounds(service.engine, stages):
+        elder = Call(service, ids, request_id="elder")
+        elder.hear()
         younger = [Call(service, ids) for _ in range(3)]
+        wait_for(lambda: service.engine.stats().prefill_steps == steps + 2)
+        stats = service.engine.stats()
+        assert (stats.running, stats.waiting) == (1, 3)
         elder.cancel()
         answers = [call.answer() for call in younger]
-    assert sum(answer.cached == 640 for answer in answers) >= 2
+    assert sorted(answer.cached for answer in answers) == [0, 640, 640]
     for answer in answers:
         check_same(service, ids, answer, cold)
 

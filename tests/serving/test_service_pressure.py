@@ -12,8 +12,18 @@ from serving.client import Delta, RequestError, Sampling
 from serving.engine import core as core_module
 from tests.checkpoints import TINY
 from tests.golden import tiny_model
-from tests.serving.engine_harness import UNIT, before_rounds, check_idle, expected_hit, on_engine_thread, prompt
-from tests.serving.service import GREEDY, Call, ask, ask_all, check_greedy, check_same, serving
+from tests.serving import engine_harness
+from tests.serving.engine_harness import (
+    UNIT,
+    before_rounds,
+    check_idle,
+    expected_hit,
+    gather,
+    is_there,
+    on_engine_thread,
+    prompt,
+)
+from tests.serving.service import GREEDY, Call, ask, ask_all, check_greedy, check_same, serving, wait_for
 
 MIXED = (
     GREEDY,
@@ -40,17 +50,6 @@ def service(running):
     check_idle(running.engine)
 
 
-def wait_for(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.002)
-
-
-def is_there(core, name) -> bool:
-    return any(key.startswith(f"{name}#") for key in core.by_id)
-
-
 # Clients that go away
 
 
@@ -67,7 +66,7 @@ class Gate:
         self._left -= 1
         if self._left < 0:
             self.reached.set()
-            end = time.monotonic() + 10
+            end = time.monotonic() + engine_harness.SECONDS
             while is_there(core, self._name) and time.monotonic() < end:
                 self._engine._take_commands(now)
                 time.sleep(0.001)
@@ -85,7 +84,7 @@ def test_cancel_in_any_phase_and_resend_at_once(service, rounds, cached):
     with before_rounds(service.engine, gate):
         victim = Call(service, ids, new=50, request_id="victim")
         beside = Call(service, other)
-        assert gate.reached.wait(10)
+        assert gate.reached.wait(engine_harness.SECONDS)
         victim.cancel()
         again = Call(service, ids, new=8)
         answer = again.answer()
@@ -230,22 +229,24 @@ def test_a_thousand_refusals_take_nothing(service):
 
 def test_nobody_waits_for_a_twin_of_lower_priority(service):
     """The low one has begun, and the others would pass it: its twin, the first of all, computes by itself."""
-    shared, begun = prompt(900, seed=5), []
+    shared = prompt(900, seed=5)
+    with serving(service.name, slots=3) as small:
+        gathered = gather(small.engine, lambda core: is_there(core, "low"), lambda core: len(core.by_id) == 8)
+        left = []  # requests when the high one is gone, round by round
 
-    def gather(core, now):
-        """The others come when the low one has computed a chunk."""
-        if core._prefilling and not begun:
-            begun.append(core._prefilling[0].computed)
-            wait_for(lambda: len(small.engine._commands) >= 7)
-            small.engine._take_commands(now)
+        def watch(core, now):
+            gathered(core, now)
+            if len(core.by_id) == 8 or left:
+                left.append(8 if is_there(core, "high") else len(core.by_id))
 
-    with serving(service.name, slots=3) as small, before_rounds(small.engine, gather):
-        low = Call(small, shared, priority=-1)
-        low.hear()
-        others = [Call(small, prompt(900, seed=60 + n), new=1) for n in range(6)]
-        answer = Call(small, shared, priority=1).answer()
-        assert small.engine.stats().waiting >= 4 and begun == [128]
-        # What was published before counts, and nothing was: the low one's stop is the prompt's end.
+        with before_rounds(small.engine, watch):
+            low = Call(small, shared, priority=-1, request_id="low")
+            low.hear()  # it has computed a chunk
+            others = [Call(small, prompt(900, seed=60 + n), new=1) for n in range(6)]
+            answer = Call(small, shared, priority=1, request_id="high").answer()
+            wait_for(lambda: left[-1] < 8)
+        # It was the first to end. The low one had not published anything: its one stop is the prompt's end.
+        assert next(number for number in left if number < 8) == 7
         assert answer.cached == 0
         check_greedy(service, shared, answer)
         for call in others:
@@ -269,10 +270,33 @@ def test_no_numbers_end_that_request_only(service):
         assert caught.value.code is grpc.StatusCode.INTERNAL
         for ids, call in zip(healthy, (calls[0], calls[2])):
             check_greedy(service, ids, call.answer())
-        again = ask(sick, prompt(150))
-        assert again.cached == 128  # it had published its beginning, which was sound
-        check_greedy(service, prompt(150), again)
+        # Its beginning was sound, but nobody can know that.
+        assert [ask(sick, prompt(150)).cached for _ in range(2)] == [0, 128]
+        check_greedy(service, prompt(150), ask(sick, prompt(150)))
         assert sick.engine.stats().nan_requests == 1
+
+
+def test_a_state_that_went_wrong_is_not_handed_on(service):
+    """What a request has published since is dropped with it; what others have published stays."""
+    ids, other = prompt(300, seed=21), prompt(300, seed=22)
+    cold = ask(service, ids, cache_salt="alone")
+    ask(service, other)
+    hurt = []
+
+    def hurt_once(core, now):
+        if not hurt and is_there(core, "victim") and core._prefilling and core._prefilling[0].computed == 128:
+            hurt.append(core._prefilling[0].admission.slot)
+            model = core._state.model
+            states = model.kda_state.at[:, hurt[0]].set(jnp.nan)
+            core._state = core._state.replace(model=model.replace(kda_state=states))
+
+    with before_rounds(service.engine, hurt_once):
+        victim = Call(service, ids, request_id="victim")
+        with pytest.raises(RequestError, match="the model gave no numbers"):
+            victim.answer()
+    again = ask(service, ids)
+    assert again.cached == 0 and ask(service, other).cached == 256
+    check_same(service, ids, again, cold)
 
 
 def test_queue_full_and_deadlines(service):
