@@ -280,7 +280,7 @@ def test_server_has_a_deadline_of_its_own():
     with serving(server={"max_seconds": 0.2}) as (engine, client, _):
         start = time.monotonic()
         error = refused(client.generate, "x", max_new_tokens=10**6)
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 2.5
         assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "the deadline passed after" in error.message and "of 1000000 tokens" in error.message
         assert not engine.requests

@@ -57,7 +57,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(engine_harness, "SECONDS", 5.0)
     monkeypatch.setattr(engine_harness, "experts_tie", lambda *_: False)
     wait_for = test_service_pressure.wait_for
-    monkeypatch.setattr(test_service_pressure, "wait_for", lambda condition: wait_for(condition, 2.0))
+    monkeypatch.setattr(test_service_pressure, "wait_for", lambda condition: wait_for(condition, 4.0))
 
 
 def check_red(check, mutate=lambda core: None):
