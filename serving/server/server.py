@@ -37,6 +37,7 @@ _OPTIONS = (
 )
 _HEALTH_INTERVAL = 0.05
 _STUCK_SECONDS = 60.0
+_LAST_MOMENT = 0.05
 _LAST_WORDS = 5.0
 """Seconds that streams have to end once the engine has."""
 
@@ -108,6 +109,8 @@ class Server:
                 while self._servicer.active:
                     await asyncio.sleep(0.01)
         await self._server.stop(grace=0.1)
+        # gRPC does not wait for its tasks of calls that it has cut off, such as a Watch: they need another moment.
+        await asyncio.sleep(_LAST_MOMENT)
         if self._exporter:
             self._exporter.stop()
 

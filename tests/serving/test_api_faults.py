@@ -1,5 +1,6 @@
 """What goes wrong around an engine: each fault has its status, and others are unharmed."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -75,6 +76,17 @@ def test_while_weights_are_loaded():
         with pytest.raises(RequestError) as caught:
             client.wait_until_ready(0.2)
         assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_a_stopped_server_leaves_no_task_behind():
+    """Those are complained about on standard error when the loop closes."""
+    with serving() as (_, client, server):
+        watch = health_pb2_grpc.HealthStub(client._channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert next(watch).status == SERVING
+        server.loop.call_soon_threadsafe(server.stopping.set)
+        with pytest.raises(grpc.RpcError):
+            list(watch)
+    assert not asyncio.all_tasks(server.loop)
 
 
 def test_health_follows_the_engine(monkeypatch):
